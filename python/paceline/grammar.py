@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
+import re
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,8 +33,12 @@ _LIMITS: Final = {
     "verbose_errors": False,
 }
 _MAX_MESSAGE: Final = 300
+#: How the error of a request begins whose grammar has reached one of these limits.
+TOO_COSTLY: Final = "structured_outputs is a grammar that this output makes too costly"
 # What a panic of Rust code becomes; no subclass of Exception.
 _PANIC: Final = "PanicException"
+# What has a meaning in regular expressions.
+_SYNTAX: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _CORES_PER_THREAD: Final = 4
 _MAX_THREADS: Final = 4
 
@@ -79,7 +83,10 @@ class GrammarConstraint:
         else:
             matcher.unsafe_compute_mask_ptr(masks, self._row_bytes)
         if matcher.is_error():
-            raise RuntimeError(f"structured_outputs: {_line(matcher.get_error())}")
+            raise RuntimeError(
+                f"{TOO_COSTLY}: {_line(matcher.get_error())}; allowed: a grammar with fewer "
+                "alternatives at a time"
+            )
         return [*kept, drafts[len(kept)]] if ends else kept
 
 
@@ -199,7 +206,9 @@ def _grammar_text(llguidance: ModuleType, params: StructuredOutputsParams) -> st
     if params.regex is not None:
         return str(matcher.grammar_from_regex(params.regex))
     if params.choice is not None:
-        return str(llguidance.grammar_from("choice", json.dumps(params.choice)))
+        # Not llguidance's own grammar of choices, which has an item for each of them.
+        choices = dict.fromkeys(_SYNTAX.sub(r"\\\g<0>", choice) for choice in params.choice)
+        return str(matcher.grammar_from_regex("|".join(choices)))
     if params.grammar is not None:
         return str(llguidance.grammar_from("grammar", params.grammar))
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}

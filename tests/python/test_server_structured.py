@@ -177,6 +177,7 @@ def test_refusals_are_quick_and_harm_nobody(server: RunningServer) -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(70):
         deep = {"type": "array", "items": deep}
+    alternatives = " | ".join(f'"x{i}"' for i in range(3000))
     cases = [
         ("unclosed group", {"guided_regex": "a("}),
         ("invalid regex", {"guided_regex": "(" * 3000 + ")" * 3000}),
@@ -186,6 +187,7 @@ def test_refusals_are_quick_and_harm_nobody(server: RunningServer) -> None:
         ("nested too deeply", {"guided_json": deep}),
         ("allowed: at most 65536", {"guided_regex": "a" * 70_000}),
         ("ignore_eos is True", {"guided_regex": "a", "ignore_eos": True}),
+        ("fewer alternatives at a time", {"guided_grammar": f"start: {alternatives}"}),
     ]
     text_of(server, guided_regex="a")  # the tokenizer is read
     for expected, body in cases:

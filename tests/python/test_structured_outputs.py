@@ -48,6 +48,12 @@ def test_every_kind_of_grammar(llm: LLM) -> None:
     choices = ["positive", "negative", 'a "quoted" one', "line\nbreak"]
     (text,) = texts(llm, params_of(choice=choices))
     assert text in choices
+    # Any text is a choice, and any number of them, equal ones too.
+    for choice in ("a|b", "(.*)", r"\d+[^a]{2}$", "é \x01\x7f\U0001f600/#&-~", "^"):
+        assert texts(llm, params_of(choice=[choice])) == [choice]
+    assert texts(llm, params_of(choice=["same"] * 10_000)) == ["same"]
+    many = [f"{i:04d}" for i in range(10_000)]
+    assert texts(llm, params_of(choice=many))[0] in many
     (text,) = texts(llm, params_of(grammar='start: "a" INT ("," INT)?\nINT: /[0-9]{1,3}/'))
     assert re.fullmatch(r"a\d{1,3}(,\d{1,3})?", text)
     (text,) = texts(llm, params_of(grammar='root ::= "yes" | "no" " "? "!"'))

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from paceline._core import DeviceError, InternalError, ModelFileError
 from paceline.checks import shorten
+from paceline.grammar import TOO_COSTLY
 from paceline.outputs import RequestError
 
 _TYPES: Final = {
@@ -74,11 +75,14 @@ def as_api_error(error: BaseException) -> ApiError:
         error: What a call has raised.
 
     Returns:
-        400 for a value that is not allowed; 500 if the request failed; 503 if the engine did.
+        400 for a value that is not allowed, or a grammar that costs too much; 500 if the request
+        failed; 503 if the engine did.
     """
     if isinstance(error, ApiError):
         return error
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, RequestError) and TOO_COSTLY in message:
+        return refusal(message, "structured_outputs")
     if isinstance(error, RequestError | InternalError | ModelFileError | MemoryError):
         return ApiError(500, message)
     if isinstance(error, ValueError | NotImplementedError):
