@@ -152,7 +152,9 @@ def test_all_rows_may_choose_the_same_experts(tmp_path: Path) -> None:
 def test_float32_logits_equal_transformers(quantization: str | None) -> None:
     path = mixture(quantization, dtype="float32")
     prompt = scoring_prompt(1)
-    check_float32_logits(path, prompt, tiny_models.reference_logits(path, prompt))
+    # In float32 transformers is off by 1.5e-4 of the largest logit here, and the tolerance is 2e-4.
+    exact = tiny_models.reference_logits(path, prompt, dtype="float64")
+    check_float32_logits(path, prompt, exact)
 
 
 @pytest.mark.golden

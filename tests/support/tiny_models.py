@@ -324,24 +324,30 @@ def plain_copy(directory: Path, dtype: str = "float32") -> Path:
 
 
 @functools.cache
-def _reference_model(directory: Path) -> Any:
+def _reference_model(directory: Path, dtype: str = "float32") -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     if "quantization_config" in read_json(directory / "config.json"):
         directory = plain_copy(directory)
+    # The grouped products that transformers prefers for experts have no float64.
+    options = {"experts_implementation": "eager"} if dtype == "float64" else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager", **options
     )
     return model.eval()
 
 
-def reference_logits(directory: Path, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    """The logits of transformers in float32, from the stored weights.
+def reference_logits(
+    directory: Path, token_ids: Sequence[int], dtype: str = "float32"
+) -> np.ndarray[Any, Any]:
+    """The logits of transformers, from the stored weights.
 
     Args:
         directory: The checkpoint; read once.
         token_ids: The prompt.
+        dtype: In which transformers computes: "float32", or "float64" where its own rounding
+            would take a good part of the tolerance.
 
     Returns:
         float32 [len(token_ids), vocab_size].
@@ -349,7 +355,7 @@ def reference_logits(directory: Path, token_ids: Sequence[int]) -> np.ndarray[An
     import torch
 
     with torch.no_grad():
-        logits = _reference_model(directory)(torch.tensor([list(token_ids)])).logits
+        logits = _reference_model(directory, dtype)(torch.tensor([list(token_ids)])).logits
     values: np.ndarray[Any, Any] = logits[0].float().numpy()
     return values
 
