@@ -332,6 +332,8 @@ def request_output(samples: Sequence[Request], num_speculative_tokens: int | Non
         request_id=first.request_id,
         finished=all(sample.is_finished for sample in samples),
         num_cached_tokens=0 if first.last_event is None else first.last_event.num_cached_tokens,
+        # Of events of replicas alone.
+        is_refused=getattr(first.last_event, "is_refused", False),
     )
 
 

@@ -127,6 +127,7 @@ def test_a_refused_run_ends_with_its_message() -> None:
     ledger, run = opened(num_samples=2)
     events = ledger.refuse(run.id, "too long")
     assert [(one.sample, one.error) for one in events] == [(0, "too long"), (1, "too long")]
+    assert not any(one.is_refused for one in events)
     assert ledger.refuse(run.id, "again") == []
 
 

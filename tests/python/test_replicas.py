@@ -393,6 +393,16 @@ def test_a_replica_that_hangs_is_killed(
     stopper.join()
 
 
+def test_what_an_engine_refuses_is_the_fault_of_the_client() -> None:
+    small = arguments(kv_cache_bytes=786432, max_model_len=1024)
+    with start_replicas(1, small, log_level="WARNING") as llm, RunningServer(llm) as server:
+        body = {"prompt": PROMPT, "max_tokens": 900}
+        status, answer = server.ask(COMPLETIONS, body)
+        assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+        assert "raise kv_cache_bytes or lower max_tokens" in answer["error"]["message"]
+        server.result(COMPLETIONS, body | {"max_tokens": 4})
+
+
 def test_a_conversation_stays_on_its_replica(replicas: RunningServer) -> None:
     wait_until_up(replicas)
     cached = []

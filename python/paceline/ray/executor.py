@@ -92,7 +92,7 @@ class RayExecutor(RemoteExecutor):
             cause = error.cause if isinstance(error, RayTaskError) else error
             message = " ".join(str(cause).split())
             if isinstance(cause, ValueError | NotImplementedError):
-                self.deliver(self.ledger.refuse(run.id, message))
+                self.deliver(self.ledger.refuse(run.id, message, is_refused=True))
                 return
             _logger.error("replica %s has dropped a request, which goes on: %s", name, message)
             self.replace_runs([run.id])

@@ -179,12 +179,24 @@ class Ledger:
         event.counters = added_counters([sample.past, dict(event.counters)])
         return self._end(run, sample, event)
 
-    def refuse(self, run_id: int, message: str) -> list[EngineEvent]:
-        """Ends a run that a replica has refused; returns the last events of its samples."""
+    def refuse(self, run_id: int, message: str, *, is_refused: bool = False) -> list[EngineEvent]:
+        """Ends a run that no replica runs.
+
+        Args:
+            run_id: The run.
+            message: Why.
+            is_refused: Whether the request is not allowed, so that it is the caller's fault.
+
+        Returns:
+            The last events of its samples.
+        """
         run = self._runs.get(run_id)
         if run is None:
             return []
-        return [self._cut(run, sample, "error", message) for sample in open_samples(run)]
+        events = [self._cut(run, sample, "error", message) for sample in open_samples(run)]
+        for event in events:
+            event.is_refused = is_refused
+        return events
 
     def end_cancelled(self, run: Run) -> list[EngineEvent]:
         """Ends the cancelled samples of a run that no replica has; returns their last events."""

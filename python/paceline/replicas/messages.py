@@ -56,7 +56,8 @@ class EngineRequest:
 @dataclasses.dataclass(slots=True)
 class EngineEvent:
     """An event of an engine in another process; the attributes are those of `_core.RequestEvent`
-    that generated outputs are made of."""
+    that generated outputs are made of. With `is_refused`, `error` says that the request is not
+    allowed."""
 
     id: int
     sample: int
@@ -65,6 +66,7 @@ class EngineEvent:
     prompt_logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     error: str = ""
+    is_refused: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -354,11 +354,11 @@ class ReplicaSet(RemoteExecutor):
         self._relieve(replica)
         self.changed.notify_all()
 
-    def _refuse(self, replica: _Replica, run_id: int, message: str) -> None:
+    def _refuse(self, replica: _Replica, run_id: int, message: str, is_refused: bool) -> None:
         run = self.ledger.run(run_id)
         if run is not None and run_id in replica.runs:
             replica.runs.discard(run_id)
-            events = self.ledger.refuse(run_id, message)
+            events = self.ledger.refuse(run_id, message, is_refused=is_refused)
             replica.num_open -= len(events)
             self.deliver(events)
             self._end_if_drained(replica)

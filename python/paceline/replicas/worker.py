@@ -4,7 +4,8 @@
 The connection carries tuples, whose first element says what they are. From the server:
 ("start", arguments of `LLM`, settings), once; ("add", run, prompt, sampling), ("cancel", run,
 sample), ("stats", number) and ("end",). To the server: ("ready", `Facts`, process id) or ("failed",
-error); ("events", list), ("refused", run, message), ("stats", number, dict) and ("draining",).
+error); ("events", list), ("refused", run, message, whether the request is not allowed), ("stats",
+number, dict) and ("draining",).
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class _Replica:
                 self._runs[ids[0]], self._ids[run] = run, ids[0]
                 self._num_open[ids[0]] = request.num_samples
         except Exception as error:
-            self._send(("refused", run, " ".join(str(error).split())))
+            is_refused = isinstance(error, ValueError | NotImplementedError)
+            self._send(("refused", run, " ".join(str(error).split()), is_refused))
 
     def _cancel(self, run: int, sample: int) -> None:
         with self._adding:

@@ -83,6 +83,8 @@ def as_api_error(error: BaseException) -> ApiError:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, RequestError) and TOO_COSTLY in message:
         return refusal(message, "structured_outputs")
+    if isinstance(error, RequestError) and any(output.is_refused for output in error.outputs):
+        return refusal(message, _param_of(message))
     if isinstance(error, RequestError | InternalError | ModelFileError | MemoryError):
         return ApiError(500, message)
     if isinstance(error, ValueError | NotImplementedError):
