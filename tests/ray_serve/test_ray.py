@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -24,6 +25,7 @@ from ray.util import list_named_actors
 
 from paceline import LLM, SamplingParams
 from paceline.ray import build_app
+from paceline.ray.application import _Lifespan
 from running_server import open_demo
 
 ROOT = Path(__file__).parents[2]
@@ -261,6 +263,30 @@ def test_the_options_of_deployments_are_passed_on() -> None:
     assert config.graceful_shutdown_timeout_s == 7
     assert config.request_router_config.request_router_kwargs["max_num_seqs"] == 4
     assert engine.ray_actor_options["num_gpus"] == 0  # a demo
+
+
+def test_the_end_of_the_server_closes_what_is_served() -> None:
+    # The last spans are sent then, which takes up to ten seconds, so not in the event loop.
+    said: list[Any] = []
+
+    async def app(*_: Any) -> None:
+        raise AssertionError("no request")
+
+    async def main() -> None:
+        messages = iter(["lifespan.startup", "lifespan.shutdown"])
+
+        async def receive() -> Any:
+            return {"type": next(messages)}
+
+        async def send(message: Any) -> None:
+            said.append(message["type"])
+
+        loop_thread = threading.get_ident()
+        lifespan = _Lifespan(app, lambda: said.append(threading.get_ident() != loop_thread))
+        await lifespan({"type": "lifespan"}, receive, send)
+
+    asyncio.run(main())
+    assert said == ["lifespan.startup.complete", True, "lifespan.shutdown.complete"]
 
 
 @pytest.mark.parametrize(

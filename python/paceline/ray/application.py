@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ray import serve
@@ -143,7 +144,7 @@ class Server:
 
     def __serve_build_asgi_app__(self) -> App:
         """Returns the application; called by Ray."""
-        return _Lifespan(make_app(self._service))
+        return _Lifespan(make_app(self._service), self._service.close)
 
     async def check_health(self) -> None:
         """Raises an error if no request can run, so that Ray replaces the replica."""
@@ -153,8 +154,10 @@ class Server:
 class _Lifespan:
     """Answers what Ray says at the start and at the end, and hides Ray's route prefix."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, close: Callable[[], None]) -> None:
+        """Takes an application, and what ends it once it serves nothing any more."""
         self._app = app
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -166,4 +169,5 @@ class _Lifespan:
         elif scope["type"] == "lifespan":
             while (await receive())["type"] != "lifespan.shutdown":
                 await send({"type": "lifespan.startup.complete"})
+            await asyncio.to_thread(self._close)  # sends the last spans, which may take long
             await send({"type": "lifespan.shutdown.complete"})
