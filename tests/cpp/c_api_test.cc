@@ -61,7 +61,7 @@ class CApi : public ::testing::Test {
   }
   void open() { ASSERT_EQ(open(options()), PACELINE_OK) << paceline_last_error(); }
   paceline_status add(const paceline_sampling& sampling, int64_t* id) {
-    return paceline_add(engine_, kPrompt.data(), kPrompt.size(), &sampling, id);
+    return paceline_add(engine_, prompt_.data(), prompt_.size(), &sampling, id);
   }
 
   struct Output {
@@ -91,7 +91,7 @@ class CApi : public ::testing::Test {
     return outputs;
   }
 
-  const std::vector<int32_t> kPrompt = {1, 2, 3};
+  std::vector<int32_t> prompt_ = {1, 2, 3};
   test::TemporaryFolder folder_;
   paceline_engine* engine_ = nullptr;
 };
@@ -110,9 +110,9 @@ TEST_F(CApi, NullArgumentsAreErrors) {
          return paceline_open(nullptr, nullptr, &engine);
        },
        "folder"},
-      {[&] { return paceline_add(nullptr, kPrompt.data(), 3, nullptr, &id); }, "engine"},
+      {[&] { return paceline_add(nullptr, prompt_.data(), 3, nullptr, &id); }, "engine"},
       {[&] { return paceline_add(engine_, nullptr, 3, nullptr, &id); }, "token_ids"},
-      {[&] { return paceline_add(engine_, kPrompt.data(), 3, nullptr, nullptr); }, "request_id"},
+      {[&] { return paceline_add(engine_, prompt_.data(), 3, nullptr, nullptr); }, "request_id"},
       {[] { return paceline_cancel(nullptr, 0, -1); }, "engine"},
       {[&] { return paceline_poll(nullptr, 0, &event); }, "engine"},
       {[&] { return paceline_poll(engine_, 0, nullptr); }, "event"},
@@ -182,6 +182,7 @@ TEST_F(CApi, EverySamplingFieldIsCheckedByItsName) {
       {[](auto& s) { s.min_tokens = -1; }, "min_tokens is -1"},
       {[](auto& s) { s.num_samples = 0; }, "num_samples is 0"},
       {[](auto& s) { s.num_speculative_tokens = 17; }, "num_speculative_tokens is 17"},
+      {[](auto& s) { s.num_resumed_tokens = 3; }, "num_resumed_tokens is 3; allowed: 0 to 2"},
       {[](auto& s) { s.top_k = -1; }, "top_k is -1"},
       {[](auto& s) { s.top_p = 2; }, "top_p is 2"},
       {[](auto& s) { s.min_p = 3; }, "min_p is 3"},
@@ -235,7 +236,7 @@ TEST_F(CApi, GivesTheTokensOfTheCppInterface) {
   Executor executor(folder.target, folder.draft, cpp_options);
   for (const double temperature : {0.0, 1.5}) {
     Request request;
-    request.prompt = kPrompt;
+    request.prompt = prompt_;
     request.sampling = {
         .temperature = temperature, .seed = 5, .max_tokens = 40, .stop_token_ids = {4}};
     request.num_samples = 3;
@@ -270,6 +271,21 @@ TEST_F(CApi, GivesTheTokensOfTheCppInterface) {
       EXPECT_GE(output.last.finish_us, output.last.first_token_us);
     }
   }
+}
+
+TEST_F(CApi, ARequestGoesOnAfterItsFirstTokens) {
+  open();
+  paceline_sampling given = sampling();
+  given.temperature = 1.5;
+  given.seed = 5;
+  given.max_tokens = 40;
+  given.ignore_eos = 1;
+  given.repetition_penalty = 1.2;
+  const std::vector<int32_t> whole = run(given).at(0).tokens;
+  ASSERT_THAT(whole, SizeIs(40));
+  prompt_.insert(prompt_.end(), whole.begin(), whole.begin() + 17);
+  given.num_resumed_tokens = 17;
+  EXPECT_EQ(run(given).at(0).tokens, std::vector<int32_t>(whole.begin() + 17, whole.end()));
 }
 
 TEST_F(CApi, SamplingArraysReachTheRequest) {

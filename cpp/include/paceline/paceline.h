@@ -125,6 +125,10 @@ typedef struct paceline_sampling {
   // -1, which is num_speculative_tokens of the engine; most drafts that are verified at once, 0 to
   // that number
   int32_t num_speculative_tokens;
+  // 0; tokens at the prompt's end that are output of an earlier run of this request, which goes on
+  // after them as if it had not been interrupted. Less than the prompt and max_tokens; with 1
+  // sample
+  int32_t num_resumed_tokens;
 } paceline_sampling;
 
 // Sets *sampling to the defaults. size: sizeof(paceline_sampling).
