@@ -13,8 +13,7 @@ import pytest
 import eagle_models
 import tiny_models
 from paceline import _core, cli
-from paceline.bench import cli as bench_cli
-from paceline.bench import latency, models, options, runs
+from paceline.bench import drafting, latency, latency_command, models, runs
 from paceline.bench.workload import Speculation, Workload
 from paceline.demo import demo_paths
 
@@ -38,7 +37,8 @@ ROW_KEYS = {
     "weight_bytes", "kv_bytes", "iteration_bytes", "flops", "gb_per_s", "floor_ms", "floor_share",
     "additive_floor_ms", "additive_floor_share",
     "idle_us", "idle_share", "host_us", "engine_start_s", "first_token_s",
-    "start_to_first_token_s", "target_experts", "draft_experts",
+    "start_to_first_token_s", "target_experts", "draft_experts", "prompts_ms", "prompt_floor_ms",
+    "may_stop_early", "imposed_acceptance_length", "gpu", "rounds", "at_lengths",
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_report_on_a_configuration(
         and "floor share: the least time" in table
         and "start to first token" in table
     )
-    assert sum(line.split()[:1] == ["k=3"] for line in table.splitlines()) == 6 + 6
+    assert sum(line.split()[:1] == ["k=3"] for line in table.splitlines()) == 6 + 6 + 6
 
 
 def test_report_alone(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_the_named_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_which_drafter(source: list[str], default: str) -> None:
     def chosen(*extra: str) -> tuple[str | None, str | None, list[Speculation]]:
         argv = ["bench", "latency", *source, *extra]
-        config, speculations = options.speculations(cli.build_parser().parse_args(argv))
+        config, speculations = drafting.speculations(cli.build_parser().parse_args(argv))
         assert config is not None
         return config.model, config.method, speculations
 
@@ -195,7 +195,7 @@ def test_a_stop_threshold_goes_with_its_driver(config_dir: Path) -> None:
     x = {"draft_driver": "while", "draft_stop_threshold": 0.9}
     given = {"model": str(config_dir), "num_speculative_tokens": 2, "x": x}
     argv = ["bench", "latency", "--speculative-config", json.dumps(given), "--drivers", "while"]
-    _, [speculation] = options.speculations(cli.build_parser().parse_args(argv))
+    _, [speculation] = drafting.speculations(cli.build_parser().parse_args(argv))
     assert (speculation.draft_driver, speculation.draft_stop_threshold) == ("while", 0.9)
 
 
@@ -278,7 +278,7 @@ def test_trace(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return kernels
 
     monkeypatch.setattr(_core.Executor, "trace_iteration", trace_iteration)
-    monkeypatch.setattr("paceline.bench.cli.can_trace", lambda device: True)
+    monkeypatch.setattr("paceline.bench.latency_command.can_trace", lambda device: True)
     out = tmp_path / "trace.json"
     assert bench("--config", str(config_dir), "--output-len", "200", "--trace", str(out)) == 0
     table = json.loads(out.read_text())
@@ -340,7 +340,7 @@ def test_a_failed_engine_ends_the_command(
         (["--sampling", "{}", "--temperature", "1"], "name the temperature in --sampling"),
         (["--concurrency", "a"], "concurrency is 'a'"),
         (["--rounds", "0"], "rounds is 0"),
-        (["--input-len", "0"], "input_len is 0"),
+        (["--input-len", "0"], "input_len is '0'"),
         (["--device", "gpu"], "device is 'gpu'"),
         (["--drivers", "unrolled,magic"], "drivers is 'unrolled,magic'"),
         (["--config", "nonesuch"], "model is 'nonesuch'"),
@@ -386,7 +386,7 @@ def test_refusals(
         )
         return models.load(source, dummy=True)
 
-    monkeypatch.setattr(bench_cli, "load", load)
+    monkeypatch.setattr(latency_command, "load", load)
     assert bench(*extra) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""

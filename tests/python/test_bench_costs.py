@@ -159,8 +159,7 @@ def test_the_additive_floor_of_a_known_pair() -> None:
         class Described:
             config, costs = described, matrix_costs(described, "bfloat16")
 
-        work = Workload(64, 256, 512)
-        return floor.pass_operations(Described(), None, rows, logit_rows, work, 2)  # type: ignore[arg-type]
+        return floor.pass_operations(Described(), None, rows, logit_rows, 64, [512.0], 2)  # type: ignore[arg-type]
 
     ops = [*operations(config, 4, 4), *operations(head, 4, 1), *operations(head, 1, 1) * 2]
     by_kind: dict[str, float] = {}

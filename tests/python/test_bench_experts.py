@@ -67,7 +67,7 @@ def test_the_experts_of_target_and_drafter_are_counted_apart(tmp_path: Path) -> 
     draft_costs = models.load(str(draft), dummy=False).costs
     expected = target.costs.pass_bytes(3.0) + 3 * draft_costs.pass_bytes(2.0)
     assert row.weight_bytes == expected
-    passes = floor._passes(target, models.load(str(draft), dummy=False), row, may_stop_early=False)
+    passes = floor._passes(target, models.load(str(draft), dummy=False), row)
     num_bytes = [sum(op.num_bytes for op in ops) for ops in passes]
     assert num_bytes[1:] == [num_bytes[1]] * 3
     assert sum(num_bytes) - row.weight_bytes == pytest.approx(row.kv_bytes, abs=4)

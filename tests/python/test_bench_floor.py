@@ -62,7 +62,7 @@ def test_the_passes_add_up(config_dir: Path) -> None:
     drafted = floor.with_floor(row, model, small, cached)
     assert drafted.floor_ms == pytest.approx((one_pass + 3 * draft_pass / 2) / 1e9 * 1e3)
     # With a stop threshold, one pass of the drafter is all that is certain.
-    stopped = floor.with_floor(row, model, small, cached, may_stop_early=True)
+    stopped = floor.with_floor(replace(row, may_stop_early=True), model, small, cached)
     assert stopped.floor_ms == pytest.approx((one_pass + draft_pass / 2) / 1e9 * 1e3)
 
 
@@ -75,7 +75,7 @@ def test_the_additive_floor_takes_one_operation_after_the_other(config_dir: Path
         assert bounded.additive_floor_ms == pytest.approx(bounded.floor_ms)
         assert bounded.additive_floor_share == pytest.approx(bounded.additive_floor_ms / 10.0)
     # In between, some operations read longer and others compute longer.
-    target, *drafted = floor._passes(model, model, row, may_stop_early=False)
+    target, *drafted = floor._passes(model, model, row)
     assert drafted[1] == drafted[2] and len(drafted) == k
     num_bytes, flops = (sum(getattr(op, name) for op in target) for name in ("num_bytes", "flops"))
     rate = 1e9 * flops / num_bytes
@@ -102,7 +102,9 @@ def test_a_pass_takes_the_longer_of_reading_and_computing(config_dir: Path) -> N
     mixed = floor.with_floor(row, model, model, FixedSpeed(one_pass / limit, rate=rate))
     assert mixed.floor_ms == pytest.approx((target / rate + k * limit) * 1e3)
     # Prompt lookup may find nothing: one row is certain.
-    lookup = floor.with_floor(row, model, None, FixedSpeed(1e30, rate=rate), may_stop_early=True)
+    lookup = floor.with_floor(
+        replace(row, may_stop_early=True), model, None, FixedSpeed(1e30, rate=rate)
+    )
     assert lookup.floor_ms == pytest.approx(one_row / rate * 1e3)
 
 

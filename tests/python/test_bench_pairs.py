@@ -42,7 +42,7 @@ OWN_KEYS = {
     "imposed_acceptance_source", "speculative_method", "num_speculative_tokens",
     "rejection_sample_method", "temperature", "iteration_ms", "floor_ms", "floor_share",
     "additive_floor_ms", "additive_floor_share",
-    "idle_share", "target_experts", "draft_experts",
+    "idle_share", "gpu", "target_experts", "draft_experts",
 }  # fmt: skip
 
 

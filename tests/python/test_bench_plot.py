@@ -112,7 +112,7 @@ def test_a_report_without_floors_or_times(tmp_path: Path, drawn: list[Figure]) -
 def test_without_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr("paceline.bench.cli.load")  # nothing is measured
+    monkeypatch.delattr("paceline.bench.latency_command.load")  # nothing is measured
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for argv in (
         ["bench", "latency", "--demo", "--plot", str(tmp_path / "a.png")],
@@ -148,7 +148,7 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delattr("paceline.bench.cli.load")
+    monkeypatch.delattr("paceline.bench.latency_command.load")
     monkeypatch.chdir(tmp_path)
     Path("REPORT").write_text(content)
     assert cli.main(["bench", *argv]) == code

@@ -10,7 +10,7 @@ from paceline.bench.serving import draft_metrics, serving_metrics
 
 
 def run_of(*requests: RequestTimes, duration_s: float) -> Run:
-    return Run(duration_s, requests, 0.0, 0.0, 0.0, {}, {})
+    return Run(duration_s, requests, 0.0, 0.0, 0.0, 0.0, {}, {})
 
 
 def test_statistics_of_three_requests() -> None:

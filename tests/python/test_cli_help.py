@@ -59,7 +59,7 @@ def test_helps_name_the_default() -> None:
         text = action.help or ""
         if not action.option_strings or action.required or isinstance(action, cli._VersionAction):
             continue
-        stated = re.search(r"default: ([^,;)]+(,[\d,]+)?)", text)
+        stated = re.search(r"default: ([^,;)]+(,[\d.,]+)?)", text)
         if stated is None:
             lacking.append(f"{name}: no default")
         elif action.nargs == 0:

@@ -276,7 +276,7 @@ def test_arguments_are_refused_by_name_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("paceline.llm.load_pair", load)
-    monkeypatch.setattr("paceline.bench.cli.load", load)
+    monkeypatch.setattr("paceline.bench.latency_command.load", load)
     assert cli.main(argv) == cli.EXIT_USAGE
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1

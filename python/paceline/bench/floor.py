@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 CUDA_BF16_FLOPS: Final = 790e12
 # The bandwidth of more bytes is that of memory.
 _MAX_READ_BYTES: Final = 512 << 20
+# Parts of a prompt whose rows count as if they saw as much.
+_NUM_PROMPT_PARTS: Final = 64
 # Measurements of a number of bytes at its first use.
 _NUM_FIRST: Final = 3
 
@@ -110,25 +114,40 @@ def with_floor(
     target: BenchModel,
     draft: BenchModel | None,
     speed: Speed,
-    *,
-    may_stop_early: bool = False,
 ) -> Measurement:
-    """Adds the least time that an iteration can take.
+    """Adds the least time that an iteration can take, and the least time for the prompts.
 
     Args:
         row: The measurement.
         target: Its target.
         draft: Its drafter, or None.
         speed: How fast the device is.
-        may_stop_early: Whether an iteration may draft fewer than k tokens, so that one row of the
-            target and one pass of the drafter are all that is certain.
 
     Returns:
-        The measurement with `floor_ms`, `floor_share`, `additive_floor_ms` and
-        `additive_floor_share`.
+        The measurement with `floor_ms`, `floor_share`, `additive_floor_ms`, `additive_floor_share`
+        and `prompt_floor_ms`.
     """
+    whole, additive = _floors(target, _passes(target, draft, row), speed)
+    prompts, _ = _floors(target, _prompt_passes(target, draft, row), speed)
+    return replace(
+        row,
+        floor_ms=whole * 1e3,
+        floor_share=_share(whole, row),
+        additive_floor_ms=additive * 1e3,
+        additive_floor_share=_share(additive, row),
+        prompt_floor_ms=prompts * 1e3,
+    )
+
+
+def _share(seconds: float, row: Measurement) -> float | None:
+    return seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
+
+
+def _floors(
+    target: BenchModel, passes: Sequence[Sequence[Operation]], speed: Speed
+) -> tuple[float, float]:
+    """The least seconds for passes, and those for their operations one after the other."""
     device, dtype = target.model.device, target.model.weight_dtype
-    passes = _passes(target, draft, row, may_stop_early=may_stop_early)
     if device == "cpu":
         rate = speed.arithmetic(is_bfloat16=dtype == "bfloat16")
     else:
@@ -146,17 +165,7 @@ def with_floor(
     if device == "cuda":  # the reads of one pass may overlap with the arithmetic of another
         seconds = [list(itertools.chain(*seconds))]
     whole = sum(max(map(sum, zip(*ops, strict=True))) for ops in seconds)
-    return replace(
-        row,
-        floor_ms=whole * 1e3,
-        floor_share=_share(whole, row),
-        additive_floor_ms=additive * 1e3,
-        additive_floor_share=_share(additive, row),
-    )
-
-
-def _share(seconds: float, row: Measurement) -> float | None:
-    return seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
+    return whole, additive
 
 
 @dataclass(frozen=True)
@@ -175,13 +184,10 @@ class Operation:
 
 
 def _passes(
-    target: BenchModel,
-    draft: BenchModel | None,
-    row: Measurement,
-    *,
-    may_stop_early: bool,
+    target: BenchModel, draft: BenchModel | None, row: Measurement
 ) -> list[list[Operation]]:
-    """The passes of an iteration; those that are certain, if drafting may stop early.
+    """The passes of an iteration; those that are certain, if it may draft fewer than k tokens: one
+    row of the target and one pass of the drafter.
 
     A pass over a mixture reads the experts that had rows. Their number is the mean over the passes
     of its model, since the engine counts those of an iteration together.
@@ -193,8 +199,11 @@ def _passes(
     def one(
         model: BenchModel, experts: float | None, rows: int, logit_rows: int
     ) -> list[Operation]:
-        return pass_operations(model, experts, rows, logit_rows, workload, item)
+        return pass_operations(
+            model, experts, rows, logit_rows, workload.concurrency, [workload.mean_context], item
+        )
 
+    may_stop_early = row.may_stop_early
     num_verified = 1 if may_stop_early else k + 1
     passes = [one(target, row.target_experts, num_verified, num_verified)]
     if draft is not None and k > 0:
@@ -204,12 +213,41 @@ def _passes(
     return passes
 
 
+def _prompt_passes(
+    target: BenchModel, draft: BenchModel | None, row: Measurement
+) -> list[list[Operation]]:
+    """The passes over the prompts: one over the target, and the drafter's first one.
+
+    A prompt that is computed in chunks reads the weights again for each chunk; the floor does not.
+    Of a mixture all experts count as read, since prompts of more than a few tokens hit all.
+    """
+    workload = row.workload
+    num = workload.input_len
+    # A row sees those before it. Contexts in the middle of equal parts stand for all.
+    parts = min(num, _NUM_PROMPT_PARTS)
+    contexts = [(i + 0.5) * num / parts for i in range(parts)]
+    item = target.item_bytes
+
+    def one(model: BenchModel, rows: int) -> list[Operation]:
+        costs = model.costs
+        return pass_operations(
+            model, costs.num_experts or None, rows, 1, workload.concurrency, contexts, item
+        )
+
+    passes = [one(target, num)]
+    if draft is not None and row.num_draft_tokens > 0:
+        reads_target = draft.config.get("drafter", {}).get("kind") == "gemma4_mtp"
+        passes.append(one(draft, 1 if reads_target else num))
+    return passes
+
+
 def pass_operations(
     model: BenchModel,
     experts: float | None,
     rows: int,
     logit_rows: int,
-    workload: Workload,
+    concurrency: int,
+    contexts: Sequence[float],
     item_bytes: int,
 ) -> list[Operation]:
     """Lists the products and the attentions of one pass, for all sequences.
@@ -219,10 +257,12 @@ def pass_operations(
         experts: Experts of a mixture layer that have rows, on average; None without a mixture.
         rows: Rows of each sequence.
         logit_rows: Rows of each sequence whose logits are needed.
-        workload: The sequences; their mean context counts.
+        concurrency: Number of sequences.
+        contexts: Tokens that rows see; each stands for as many rows. KV is read once, by the row
+            with the longest.
         item_bytes: Bytes per element of the cache.
     """
-    c, context = workload.concurrency, workload.mean_context
+    c = concurrency
     products = [
         Operation(
             matrix.name,
@@ -234,8 +274,12 @@ def pass_operations(
     attentions = [
         Operation(
             f"layers.{i}.attention",
-            c * layer_kv_bytes(layer["attention"], context, item_bytes),
-            c * rows * layer_attention_flops(layer["attention"], context),
+            c * layer_kv_bytes(layer["attention"], contexts[-1], item_bytes),
+            c
+            * rows
+            * statistics.fmean(
+                layer_attention_flops(layer["attention"], context) for context in contexts
+            ),
         )
         for i, layer in enumerate(model.config["layers"])
     ]

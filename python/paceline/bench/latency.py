@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from paceline import _core
 from paceline.bench.floor import iteration_flops, iteration_kv_bytes
+from paceline.bench.gpu_state import GpuSample, GpuSampler, GpuState, gpu_state
 from paceline.bench.models import BenchModel
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once, trace
 from paceline.bench.workload import Speculation, Workload
@@ -36,9 +37,14 @@ class Measurement:
         iteration_p99_ms: 99th percentile over the same iterations.
         output_tokens_per_s: Throughput of all requests together, decoding only.
         time_to_first_token_ms: Mean over requests.
+        prompts_ms: From the first request's arrival to the last one's first token, the median over
+            the runs; only for requests that all start at once.
+        prompt_floor_ms: The least time for the prompts of all requests; None before `with_floor`.
         tokens_per_iteration: The acceptance length: tokens that one request emits in one decoding
             iteration, bonus included.
         num_draft_tokens: k; 0 = plain.
+        may_stop_early: Whether an iteration may draft fewer tokens.
+        imposed_acceptance_length: The acceptance length of "synthetic"; None = it was measured.
         target_experts: Experts that had rows, on average over the mixture layers of the target in
             iterations in which all requests decode; None without a mixture.
         draft_experts: The same of the drafter, over all its passes.
@@ -59,6 +65,9 @@ class Measurement:
         first_token_s: Seconds from there to the first token of the engine's first request.
         start_to_first_token_s: Seconds from the start of the process to that token, as if this
             engine had been the first; None if the start is unknown.
+        gpu: Clocks, power and temperature of the GPU during the runs; None on the CPU.
+        rounds: The figures of each run: "iteration_ms", "output_tokens_per_s",
+            "time_to_first_token_ms" and "prompts_ms".
         kernels: The result of `Executor.trace_iteration`, if requested.
         runs: The runs, except for the warm-up.
     """
@@ -69,8 +78,12 @@ class Measurement:
     iteration_p99_ms: float
     output_tokens_per_s: float
     time_to_first_token_ms: float
+    prompts_ms: float
+    prompt_floor_ms: float | None
     tokens_per_iteration: float
     num_draft_tokens: int
+    may_stop_early: bool
+    imposed_acceptance_length: float | None
     target_experts: float | None
     draft_experts: float | None
     weight_bytes: int
@@ -88,6 +101,8 @@ class Measurement:
     engine_start_s: float
     first_token_s: float
     start_to_first_token_s: float | None
+    gpu: GpuState | None = None
+    rounds: Sequence[dict[str, float]] = ()
     kernels: list[dict[str, Any]] | None = None
     runs: Sequence[Run] = ()
 
@@ -201,6 +216,7 @@ def measure(
     warm_up = replace(
         requests, count=min(count, count if requests.count is None else requests.count)
     )
+    sampler = GpuSampler(target.model.device)
     vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
     begin = time.monotonic()
     longest = max(map(len, requests.prompts), default=workloads[0].input_len)
@@ -217,8 +233,9 @@ def measure(
             after_run()
         for seed in range(1, rounds + 1):
             for workload, sample in zip(workloads, samples, strict=True):
-                run = run_once(executor, workload, vocab, seed=seed, requests=requests)
-                sample.add(run, workload.concurrency)
+                with sampler.sampling():
+                    run = run_once(executor, workload, vocab, seed=seed, requests=requests)
+                sample.add(run, workload.concurrency, sampler.take())
                 after_run()
         kernels = [trace(executor, w, vocab) if is_traced else None for w in workloads]
     finally:
@@ -263,6 +280,8 @@ class _Samples:
         num_iterations: Number of all iterations.
         target_experts: Counts of the target's mixture layers in the former.
         draft_experts: Counts of the drafter's.
+        rounds: The figures of each run, as in `Measurement`.
+        gpu: Samples of the GPU during the runs.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -272,10 +291,26 @@ class _Samples:
     num_iterations: int = 0
     target_experts: _Experts = field(default_factory=_Experts)
     draft_experts: _Experts = field(default_factory=_Experts)
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    gpu: list[GpuSample] = field(default_factory=list)
 
-    def add(self, run: Run, concurrency: int) -> None:
+    def add(self, run: Run, concurrency: int, gpu: Sequence[GpuSample]) -> None:
         """Adds a run of a workload with this concurrency."""
+        num_before = len(self.iteration_ms)
+        self._add_iterations(run, concurrency)
+        own = self.iteration_ms[num_before:]
         self.runs.append(run)
+        self.gpu += gpu
+        self.rounds.append(
+            {
+                "iteration_ms": statistics.median(own) if own else 0.0,
+                "output_tokens_per_s": run.tokens_per_s,
+                "time_to_first_token_ms": run.first_token_ms,
+                "prompts_ms": run.prompts_ms,
+            }
+        )
+
+    def _add_iterations(self, run: Run, concurrency: int) -> None:
         self.host_us += run.stats["host_us"]
         self.num_iterations += run.stats["num_iterations"]
         times = run.times
@@ -318,8 +353,14 @@ def _sum_up(
         iteration_p99_ms=_percentile(times, 0.99),
         output_tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
         time_to_first_token_ms=statistics.fmean(run.first_token_ms for run in runs),
+        prompts_ms=statistics.median(run.prompts_ms for run in runs),
+        prompt_floor_ms=None,
         tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
         num_draft_tokens=k,
+        may_stop_early=speculation is not None and speculation.may_stop_early,
+        imposed_acceptance_length=(speculation.synthetic_acceptance_length or None)
+        if speculation is not None
+        else None,
         target_experts=target_experts,
         draft_experts=draft_experts,
         weight_bytes=weight_bytes,
@@ -337,6 +378,8 @@ def _sum_up(
         engine_start_s=0.0,
         first_token_s=0.0,
         start_to_first_token_s=None,
+        gpu=gpu_state(samples.gpu),
+        rounds=tuple(samples.rounds),
         runs=tuple(runs),
     )
 

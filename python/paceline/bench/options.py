@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.bench.arrivals import DEFAULT_NUM_PROMPTS, Arrivals, parse_arrivals
+from paceline.bench.lengths import DEFAULT_LENGTHS, parse_lengths
 from paceline.bench.models import config_names, is_config_name
-from paceline.bench.plot import PLOT_NEEDS
-from paceline.bench.workload import Speculation
+from paceline.bench.plot import PLOT_NEEDS, check_can_plot
 from paceline.checks import check_int, check_path, parse_json, quoted, shorten
 from paceline.commands.options import (
     add_device_option,
@@ -20,23 +21,20 @@ from paceline.commands.options import (
     download_arguments,
 )
 from paceline.console import integer, number
-from paceline.limits import MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
+from paceline.limits import (
+    MAX_NUM_SEQS,
+    MAX_NUM_THREADS,
+    MAX_SPECULATIVE_TOKENS,
+    MAX_TEMPERATURE,
+)
 from paceline.sampling import SamplingParams
-from paceline.speculative_config import DRAFT_DRIVERS, SpeculativeConfig
+from paceline.speculative_config import DRAFT_DRIVERS
 
 # Keys of --sampling: the parameters that cost time.
 _SAMPLING: Final = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "min_tokens",
 )  # fmt: skip
-
-# Default speculation. Dummy weights would accept no draft, so their acceptance is synthetic.
-_DEFAULT_SPECULATION: Final[dict[str, Any]] = {"num_speculative_tokens": 4}
-_DUMMY_SPECULATION: Final[dict[str, Any]] = {
-    **_DEFAULT_SPECULATION,
-    "rejection_sample_method": "synthetic",
-    "synthetic_acceptance_length": 2.2,
-}
 
 
 def add_latency_parser(kinds: Any) -> argparse.ArgumentParser:
@@ -116,10 +114,10 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--input-len",
-        type=integer,
-        default=64,
-        metavar="N",
-        help="prompt tokens of each request, N >= 1 (default: 64)",
+        default="64",
+        metavar="LIST",
+        help="prompt tokens of each request, 1 or more; one cell each, and with several a table of "
+        "times to the first token (default: 64)",
     )
     group.add_argument(
         "--output-len",
@@ -143,6 +141,20 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(_SAMPLING)} (default: none)",
     )
     group.add_argument(
+        "--request-rate",
+        metavar="LIST",
+        help="let requests arrive as a Poisson process, this many a second, and report the time "
+        "between the tokens of a request; above 0, or a share of what the engine completes if all "
+        "requests are sent at once, such as 60%% (default: none, all start at once)",
+    )
+    group.add_argument(
+        "--num-prompts",
+        type=integer,
+        metavar="N",
+        help="requests of each run with --request-rate, N >= 1; --concurrency is the number that "
+        f"runs at the same time (default: {DEFAULT_NUM_PROMPTS})",
+    )
+    group.add_argument(
         "--rounds",
         type=integer,
         default=3,
@@ -154,6 +166,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add_device_option(group)
+    group.add_argument(
+        "--num-speculative-tokens",
+        metavar="LIST",
+        help=f"k to compare, 1 to {MAX_SPECULATIVE_TOKENS}, one row each, instead of "
+        "'num_speculative_tokens' in --speculative-config (default: its k)",
+    )
     group.add_argument(
         "--drivers",
         metavar="LIST",
@@ -195,7 +213,74 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="write the time of each kernel of one iteration, in which draft steps run one after "
         "another with every driver; needs --device cuda (default: none)",
     )
+    group.add_argument(
+        "--acceptance-lengths",
+        default=DEFAULT_LENGTHS,
+        metavar="LIST",
+        help="print tokens per second at these acceptance lengths, 1 to k + 1, computed from the "
+        f"measured iterations; none = do not (default: {DEFAULT_LENGTHS})",
+    )
     add_quiet_option(group, "show no progress")
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """The checked options of the cells and of the output.
+
+    Attributes:
+        concurrency: Numbers of requests at the same time.
+        input_lens: Prompt tokens of each request.
+        samplings: Sampling parameters of each request.
+        lengths: Acceptance lengths at which tokens per second are reported.
+        arrivals: How requests arrive; None = all at once.
+    """
+
+    concurrency: list[int]
+    input_lens: list[int]
+    samplings: list[dict[str, Any]]
+    lengths: list[float]
+    arrivals: Arrivals | None
+
+
+def parse_latency_options(args: argparse.Namespace) -> LatencyOptions:
+    """Checks what can be checked before models are named.
+
+    Raises:
+        ValueError: An option is wrong, or two do not go together.
+    """
+    concurrency = parse_concurrency(args.concurrency)
+    input_lens = parse_input_lens(args.input_len)
+    for option in ("output_len", "rounds"):
+        check_int(option, getattr(args, option), 1)
+    lengths = parse_lengths(args.acceptance_lengths)
+    samplings = parse_samplings(args)
+    arrivals = parse_arrivals(args, len(samplings))
+    for option, path in (("--json", args.json), ("--plot", args.plot), ("--trace", args.trace)):
+        if path is not None and (option, path) != ("--json", "-"):
+            check_can_write(option, path)
+    if args.plot is not None:
+        check_can_plot("--plot", args.plot)
+    for option, path in (
+        ("--model", args.model),
+        ("--config", args.config),
+        ("--draft-config", args.draft_config),
+    ):
+        if path is not None:
+            check_path(option, path)
+    return LatencyOptions(concurrency, input_lens, samplings, lengths, arrivals)
+
+
+def parse_input_lens(text: str) -> list[int]:
+    """Reads --input-len."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise ValueError(
+            f"input_len is {shorten(text)}; allowed: integers of 1 or more, for example 2000,8000"
+        )
+    return list(dict.fromkeys(values))
 
 
 def parse_concurrency(text: str) -> list[int]:
@@ -249,16 +334,6 @@ def _parse_sampling(text: str) -> dict[str, Any]:
     return {"temperature": 0.0, **values}
 
 
-def _parse_drivers(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in DRAFT_DRIVERS:
-            raise ValueError(
-                f"drivers is {shorten(text)}; allowed: a list of {quoted(DRAFT_DRIVERS)}"
-            )
-    return names
-
-
 def check_can_write(option: str, path: str) -> None:
     """Checks the path before anything runs, since the file is written only after the first row."""
     file = Path(check_path(option, path, "a file to write"))
@@ -309,87 +384,3 @@ def target_source(args: argparse.Namespace) -> tuple[str, bool]:
             )
         return args.model, False
     return args.config or "gemma3-101m", True
-
-
-def speculations(
-    args: argparse.Namespace,
-) -> tuple[SpeculativeConfig | None, list[Speculation]]:
-    """The configuration, and one `Speculation` per driver; None and none without a drafter."""
-    default_draft, default_options = None, _DUMMY_SPECULATION
-    if args.draft_config is not None:
-        default_draft = args.draft_config
-    elif args.demo:
-        from paceline.demo import demo_paths
-
-        default_draft, default_options = str(demo_paths("draft_model")[1]), _DEFAULT_SPECULATION
-    elif args.model is None and args.config is None:
-        default_draft = "gemma3-10m"
-    if args.speculative_config is not None:
-        config = _parse_speculative_config(args, default_draft)
-    elif default_draft is not None:
-        config = SpeculativeConfig.parse({"model": default_draft, **default_options})
-    elif args.drivers is not None:
-        raise ValueError(
-            f"drivers is {shorten(args.drivers)}, but there is no drafter; give one with "
-            "--speculative-config or --draft-config"
-        )
-    else:
-        return None, []
-    configs = [config]
-    if args.drivers is not None:
-        drivers = _parse_drivers(args.drivers)
-        try:
-            configs = [dataclasses.replace(config, draft_driver=driver) for driver in drivers]
-        except ValueError as error:  # a stop threshold works with one driver only
-            raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
-    return config, [speculation_of(config) for config in configs]
-
-
-def _parse_speculative_config(
-    args: argparse.Namespace, default_draft: str | None
-) -> SpeculativeConfig:
-    """Reads --speculative-config, which may omit the drafter if there is a default."""
-    values = parse_json("speculative_config", args.speculative_config)
-    if not isinstance(values, dict):
-        return SpeculativeConfig.parse(values)  # refuses
-    if args.draft_config is not None:
-        _check_names_no_drafter(values, args.draft_config)
-    if default_draft is not None and values.get("method") not in ("ngram", "mtp"):
-        values = {"model": default_draft} | values
-    return SpeculativeConfig.parse(values)
-
-
-def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
-    """Refuses options that would make --draft-config meaningless."""
-    given = f"--draft-config is {shorten(draft_config)}"
-    if values.get("method") == "ngram":
-        raise ValueError(
-            f"{given}, but method is 'ngram', which looks drafts up in the sequence and needs no "
-            "model; leave out --draft-config, or name another method"
-        )
-    if values.get("method") == "mtp":
-        raise ValueError(
-            f"{given}, but method is 'mtp', whose layer is the target's; leave out --draft-config, "
-            "or name another method"
-        )
-    if "model" in values:
-        raise ValueError(
-            f"{given}, but speculative_config['model'] is {shorten(values['model'])}; "
-            "allowed: one of the two (--draft-config has dummy weights)"
-        )
-
-
-def speculation_of(config: SpeculativeConfig) -> Speculation:
-    """What the engine is told of a complete configuration."""
-    return Speculation(
-        config.k,
-        config.rejection_sample_method,
-        config.synthetic_acceptance_length or 0.0,
-        config.draft_driver,
-        config.draft_stop_threshold,
-        config.prompt_lookup_min or 0,
-        config.prompt_lookup_max or 0,
-        config.draft_position,
-        config.draft_sample_method == "probabilistic",
-        config.draft_proposals or 0,
-    )

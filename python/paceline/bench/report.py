@@ -8,14 +8,16 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from paceline import _core
 from paceline.bench.floor import CUDA_BF16_FLOPS
 from paceline.bench.latency import Measurement
+from paceline.bench.lengths import at_lengths
 from paceline.bench.models import BenchModel
+from paceline.bench.tables import gpu_cells
 from paceline.bench.workload import Speculation
 from paceline.console import emit
 
@@ -26,6 +28,8 @@ COLUMNS: Final = (
     ("math", "GFLOP", 8), ("reads", "GB/s", 7), ("floor", "share", 6), ("additive", "share", 8),
     ("idle", "share", 6), ("host", "us", 8), ("start", "s", 7),
 )  # fmt: skip
+# Follow on a GPU.
+_GPU: Final = (("clock", "MHz", 5), ("power", "W", 5))
 # Follows with a mixture of experts.
 _EXPERTS: Final = ("experts", "per layer", 11)
 
@@ -36,6 +40,9 @@ s: all sequences. 1st token: mean time from queueing. reads, math: bytes and ope
 iteration. floor share: the least time for them, over the time of the iteration; 100 % is the limit
 of the machine. additive share: the same if no two operations of an iteration overlap. idle: of the
 device, before an iteration. host: its work for an iteration. start: of the engine."""
+GPU_LEGEND: Final = """\
+clock, power: of the GPU while it ran: the median clock of its multiprocessors, with ! where the
+driver lowered it for power or heat, and the mean power."""
 EXPERTS_LEGEND: Final = """\
 experts: mean number of experts of a mixture layer that had rows and were read; the target's, then
 the drafter's after a slash. reads and floor share follow from them."""
@@ -74,6 +81,7 @@ def report(
     setup: Setup,
     read_bandwidth: float,
     rows: list[tuple[str, Measurement]],
+    lengths: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Returns the report as plain JSON types; docs/bench.md describes the keys.
 
@@ -83,12 +91,13 @@ def report(
         setup: What was measured.
         read_bandwidth: Bytes per second from memory.
         rows: The name of each row, and the row.
+        lengths: Acceptance lengths at which each row has tokens per second.
     """
     target, draft = setup.target, setup.draft
     speculation = setup.speculations[0] if setup.speculations else None
-    first = rows[0][1]
     status = _core.cuda_status()
     return {
+        "bench": "latency",
         "run_id": run_id,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "command": command,
@@ -110,12 +119,10 @@ def report(
         "peak_tflops": CUDA_BF16_FLOPS / 1e12
         if setup.device == "cuda" and target.model.weight_dtype == "bfloat16"
         else None,
-        "startup": {
-            "model_build_s": setup.model_build_s,
-            "engine_start_s": first.engine_start_s,
-            "start_to_first_token_s": first.start_to_first_token_s,
-        },
-        "rows": [{"configuration": name, **row.as_dict()} for name, row in rows],
+        "rows": [
+            {"configuration": name, **row.as_dict(), "at_lengths": at_lengths(row, lengths)}
+            for name, row in rows
+        ],
         "speedup": speedups(rows),
     }
 
@@ -137,14 +144,15 @@ def machine_name(device: str) -> str:
 def speedups(rows: list[tuple[str, Measurement]]) -> list[dict[str, Any]]:
     """Ratios of speculative to plain tokens per second."""
 
-    def key(row: Measurement) -> tuple[int, str]:
-        return row.workload.concurrency, json.dumps(row.workload.sampling)
+    def key(row: Measurement) -> str:
+        return json.dumps(asdict(row.workload))
 
     plain = {key(row): row.output_tokens_per_s for _, row in rows if row.num_draft_tokens == 0}
     return [
         {
             "configuration": name,
             "concurrency": row.workload.concurrency,
+            "input_len": row.workload.input_len,
             "ratio": row.output_tokens_per_s / plain[key(row)],
         }
         for name, row in rows
@@ -198,7 +206,8 @@ def print_head(setup: Setup, read_bandwidth: float, first: Measurement, name_wid
 
 
 def _columns(setup: Setup) -> tuple[tuple[str, str, int], ...]:
-    return (*COLUMNS, _EXPERTS) if setup.has_mixture else COLUMNS
+    gpu = _GPU if setup.device == "cuda" else ()
+    return (*COLUMNS, *gpu, *((_EXPERTS,) if setup.has_mixture else ()))
 
 
 def _experts_cell(row: Measurement) -> str:
@@ -222,6 +231,8 @@ def print_row(setup: Setup, name: str, row: Measurement, name_width: int) -> Non
         f"{row.flops / 1e9:.1f}", speed, share, additive, f"{row.idle_share:.1%}",
         f"{row.host_us:.1f}", f"{row.engine_start_s:.2f}",
     ]  # fmt: skip
+    if setup.device == "cuda":
+        cells += gpu_cells(None if row.gpu is None else row.gpu.as_dict())
     if setup.has_mixture:
         cells.append(_experts_cell(row))
     print_cells(cells, _columns(setup), name_width)

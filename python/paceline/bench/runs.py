@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
+import collections
 import random
 import statistics
 import time
@@ -24,11 +24,14 @@ class Requests:
             next one starts when one has ended. None = the concurrency, all at once.
         prompts: Token ids of the prompts, used in turn; empty = random ids, input_len of them.
         stop_token_ids: Token ids that end an output before output_len.
+        rate: Requests a second, which arrive as a Poisson process and wait in the engine's queue;
+            None = the next one is sent when one has ended.
     """
 
     count: int | None = None
     prompts: Sequence[Sequence[int]] = ()
     stop_token_ids: Sequence[int] = ()
+    rate: float | None = None
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Run:
         tokens_per_s: Throughput of the decoding requests together, by the engine's clock: first
             tokens are not counted, and neither is the time before them.
         first_token_ms: Mean time from queueing to the first token, by the engine's clock.
+        prompts_ms: From the first queueing to the last first token, by the engine's clock.
         tokens_per_iteration: Tokens of each event with tokens but a request's first, on average.
         stats: `Executor.stats()` of the run.
         times: `Executor.iteration_times()` of the run.
@@ -74,6 +78,7 @@ class Run:
     requests: Sequence[RequestTimes]
     tokens_per_s: float
     first_token_ms: float
+    prompts_ms: float
     tokens_per_iteration: float
     stats: Mapping[str, Any]
     times: Mapping[str, Any]
@@ -100,15 +105,26 @@ def run_once(
         RuntimeError: A request failed; the message says why.
     """
     executor.reset_stats()
-    waiting = iter(_make(requests or Requests(), workload, vocab, random.Random(seed)))
+    requests = requests or Requests()
+    waiting = collections.deque(_make(requests, workload, vocab, random.Random(seed)))
+    gaps = random.Random(seed)  # of their own, so that prompts do not depend on the rate
     ended: list[RequestTimes] = []
     last: list[_core.RequestEvent] = []
-    begin = time.monotonic()
-    live = _send(executor, itertools.islice(waiting, workload.concurrency))
-    while live:
-        events = executor.poll(1000)
+    live: dict[int, RequestTimes] = {}
+    begin = arrival_s = time.monotonic()
+    while live or waiting:
+        timeout_ms = 1000
+        if requests.rate is None:
+            num_free = min(workload.concurrency - len(live), len(waiting))
+            live |= _send(executor, [waiting.popleft() for _ in range(num_free)])
+        else:
+            while waiting and arrival_s <= time.monotonic():
+                live |= _send(executor, [waiting.popleft()])
+                arrival_s += gaps.expovariate(requests.rate)
+            if waiting:
+                timeout_ms = max(0, int((arrival_s - time.monotonic()) * 1e3))
+        events = executor.poll(timeout_ms)
         now = time.monotonic()
-        num_ended = 0
         for event in events:
             request = live[event.id]
             token_ids = event.token_ids
@@ -119,8 +135,6 @@ def run_once(
                 request.ended_s = now
                 ended.append(live.pop(event.id))
                 last.append(event)
-                num_ended += 1
-        live |= _send(executor, itertools.islice(waiting, num_ended))
     span_us = statistics.fmean(event.finish_us - event.first_token_us for event in last)
     num_later = statistics.fmean(request.num_output_tokens - 1 for request in ended)
     later = [count for request in ended for count in request.num_tokens[1:]]
@@ -129,6 +143,7 @@ def run_once(
         requests=ended,
         tokens_per_s=workload.concurrency * num_later / span_us * 1e6 if span_us > 0 else 0.0,
         first_token_ms=statistics.fmean(e.first_token_us - e.arrival_us for e in last) / 1000,
+        prompts_ms=(max(e.first_token_us for e in last) - min(e.arrival_us for e in last)) / 1000,
         tokens_per_iteration=statistics.fmean(later) if later else 0.0,
         stats=executor.stats(),
         times=executor.iteration_times(),

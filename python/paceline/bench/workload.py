@@ -57,3 +57,10 @@ class Speculation:
     draft_position: str | None = None
     samples_drafts: bool = True
     num_draft_proposals: int = 0
+
+    @property
+    def may_stop_early(self) -> bool:
+        """Whether an iteration may draft fewer tokens than k: it stops below a threshold, or prompt
+        lookup finds nothing.
+        """
+        return self.draft_stop_threshold > 0 or self.ngram_max > 0

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from paceline.bench.drafting import speculation_of
 from paceline.bench.floor import Speed, with_floor
 from paceline.bench.latency import measure
 from paceline.bench.models import BenchModel, load, load_draft
-from paceline.bench.options import speculation_of
 from paceline.bench.pairs.known import Pair, imposed_length
 from paceline.bench.pairs.options import PairsOptions, parse_options, speculative_config
 from paceline.bench.pairs.plot import draw
@@ -80,7 +80,7 @@ def run_pairs(args: argparse.Namespace) -> int:
                         if is_first:
                             print_head(device, name_width)
                         if isinstance(result, PairRow):
-                            print_row(rows[-1], name_width)
+                            print_row(device, rows[-1], name_width)
                         else:
                             print_unmeasured(result, name_width)
                 measured = report(command, device, read_bandwidth, rows, unmeasured)
@@ -89,7 +89,7 @@ def run_pairs(args: argparse.Namespace) -> int:
     if is_json_alone:
         emit(json.dumps(measured))
     elif rows:
-        emit(legend(rows))
+        emit(legend(device, rows))
     if not rows:
         return EXIT_OUT_OF_MEMORY
     if args.plot is not None:

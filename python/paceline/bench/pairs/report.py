@@ -11,8 +11,9 @@ from typing import Any, Final
 from paceline import _core
 from paceline.bench.latency import Measurement
 from paceline.bench.pairs.known import ImposedLength, Pair
-from paceline.bench.report import machine_name, print_cells
+from paceline.bench.report import GPU_LEGEND, machine_name, print_cells
 from paceline.bench.serving import draft_metrics, serving_metrics
+from paceline.bench.tables import gpu_cells
 from paceline.console import emit
 from paceline.speculative_config import SpeculativeConfig
 
@@ -42,6 +43,9 @@ _COLUMNS: Final = (
     ("floor", "share", 6, "{floor_share:.0%}"),
     ("additive", "share", 8, "{additive_floor_share:.0%}"),
 )
+
+# Follow on a GPU.
+_GPU_COLUMNS: Final = (("clock", "MHz", 5), ("power", "W", 5))
 
 LEGEND: Final = """\
 T: temperature. c: requests at the same time. output, total tok/s: output tokens, and prompt and
@@ -115,6 +119,7 @@ class PairRow:
             "additive_floor_ms": row.additive_floor_ms,
             "additive_floor_share": row.additive_floor_share,
             "idle_share": row.idle_share,
+            "gpu": None if row.gpu is None else row.gpu.as_dict(),
             "target_experts": row.target_experts,
             "draft_experts": row.draft_experts,
         }
@@ -179,16 +184,21 @@ def report(
 def print_head(device: str, name_width: int) -> None:
     """Prints the machine, and the heading of the table."""
     emit(f"machine: {machine_name(device)}")
+    columns = _widths(has_gpu=device == "cuda")
     for line in (0, 1):
-        print_cells([column[line] for column in _COLUMNS], _widths(), name_width)
+        print_cells([column[line] for column in columns], columns, name_width)
 
 
-def print_row(row: Mapping[str, Any], name_width: int) -> None:
+def print_row(device: str, row: Mapping[str, Any], name_width: int) -> None:
     """Prints a row; a figure that does not exist, as acceptance without drafts, is a dash."""
     length, acceptance = row["imposed_acceptance_length"], row["acceptance"]
     imposed = f"none, {acceptance}" if length is None else f"{length:.2f} {acceptance}"
     shown_row = {**row, "imposed_cell": imposed}
-    print_cells([_cell(shown, shown_row) for *_, shown in _COLUMNS], _widths(), name_width)
+    cells = [_cell(shown, shown_row) for *_, shown in _COLUMNS]
+    has_gpu = device == "cuda"
+    if has_gpu:
+        cells += gpu_cells(row["gpu"])
+    print_cells(cells, _widths(has_gpu=has_gpu), name_width)
 
 
 def print_unmeasured(entry: Unmeasured, name_width: int) -> None:
@@ -200,10 +210,11 @@ def print_unmeasured(entry: Unmeasured, name_width: int) -> None:
     print_cells([entry.pair, temperature, concurrency, reason], columns, name_width)
 
 
-def legend(rows: Sequence[Mapping[str, Any]]) -> str:
+def legend(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """What the columns are, and the acceptances that these rows have."""
     seen = {row["acceptance"] for row in rows}
-    return "\n".join([LEGEND, *(text for name, text in _ACCEPTANCES.items() if name in seen)])
+    gpu = [GPU_LEGEND] if device == "cuda" else []
+    return "\n".join([LEGEND, *gpu, *(text for name, text in _ACCEPTANCES.items() if name in seen)])
 
 
 def _cell(shown: str, row: Mapping[str, Any]) -> str:
@@ -213,5 +224,6 @@ def _cell(shown: str, row: Mapping[str, Any]) -> str:
         return "-"
 
 
-def _widths() -> list[tuple[str, str, int]]:
-    return [(name, unit, width) for name, unit, width, _ in _COLUMNS]
+def _widths(*, has_gpu: bool = False) -> list[tuple[str, str, int]]:
+    columns = [(name, unit, width) for name, unit, width, _ in _COLUMNS]
+    return [*columns, *(_GPU_COLUMNS if has_gpu else ())]

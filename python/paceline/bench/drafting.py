@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafting that `paceline bench latency` measures, from its options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Final
+
+from paceline.bench.workload import Speculation
+from paceline.checks import parse_json, quoted, shorten
+from paceline.limits import MAX_SPECULATIVE_TOKENS
+from paceline.speculative_config import DRAFT_DRIVERS, SpeculativeConfig
+
+# Default speculation. Dummy weights would accept no draft, so their acceptance is synthetic.
+_DEFAULT_SPECULATION: Final[dict[str, Any]] = {"num_speculative_tokens": 4}
+_DUMMY_SPECULATION: Final[dict[str, Any]] = {
+    **_DEFAULT_SPECULATION,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 2.2,
+}
+# Instead of 2.2 where k = 1 is among what is measured, which has at most 2 tokens an iteration.
+_LENGTH_OF_ONE_DRAFT: Final = 1.8
+
+
+def speculations(
+    args: argparse.Namespace,
+) -> tuple[SpeculativeConfig | None, list[Speculation]]:
+    """The configuration and a `Speculation` for each k and driver; without drafts None and none."""
+    default_draft, default_options = None, _DUMMY_SPECULATION
+    lengths = None
+    if args.num_speculative_tokens is not None:
+        lengths = parse_draft_lengths(args.num_speculative_tokens)
+        if 1 in lengths:
+            shorter = {"synthetic_acceptance_length": _LENGTH_OF_ONE_DRAFT}
+            default_options = default_options | shorter
+    if args.draft_config is not None:
+        default_draft = args.draft_config
+    elif args.demo:
+        from paceline.demo import demo_paths
+
+        default_draft, default_options = str(demo_paths("draft_model")[1]), _DEFAULT_SPECULATION
+    elif args.model is None and args.config is None:
+        default_draft = "gemma3-10m"
+    if args.speculative_config is not None:
+        config = _parse_speculative_config(args, default_draft, lengths)
+    elif default_draft is not None:
+        config = SpeculativeConfig.parse({"model": default_draft, **default_options})
+    else:
+        for option in ("drivers", "num_speculative_tokens"):
+            if getattr(args, option) is not None:
+                raise ValueError(
+                    f"{option} is {shorten(getattr(args, option))}, but there is no drafter; give "
+                    "one with --speculative-config or --draft-config"
+                )
+        return None, []
+    configs = [config]
+    if lengths is not None:
+        try:
+            configs = [dataclasses.replace(config, num_speculative_tokens=k) for k in lengths]
+        except ValueError as error:  # an imposed acceptance length needs enough drafts
+            raise ValueError(
+                f"num_speculative_tokens is {shorten(args.num_speculative_tokens)}: {error}; "
+                "--acceptance-lengths reports tokens per second at other lengths"
+            ) from None
+    if args.drivers is not None:
+        drivers = _parse_drivers(args.drivers)
+        try:
+            configs = [
+                dataclasses.replace(config, draft_driver=driver)
+                for config in configs
+                for driver in drivers
+            ]
+        except ValueError as error:  # a stop threshold works with one driver only
+            raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
+    return config, [speculation_of(config) for config in configs]
+
+
+def _parse_speculative_config(
+    args: argparse.Namespace, default_draft: str | None, lengths: list[int] | None
+) -> SpeculativeConfig:
+    """Reads --speculative-config, which may omit the drafter if there is a default, and k if
+    --num-speculative-tokens names it.
+    """
+    values = parse_json("speculative_config", args.speculative_config)
+    if not isinstance(values, dict):
+        return SpeculativeConfig.parse(values)  # refuses
+    if args.draft_config is not None:
+        _check_names_no_drafter(values, args.draft_config)
+    if default_draft is not None and values.get("method") not in ("ngram", "mtp"):
+        values = {"model": default_draft} | values
+    if lengths is not None:
+        values = values | {"num_speculative_tokens": max(lengths)}
+    return SpeculativeConfig.parse(values)
+
+
+def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
+    """Refuses options that would make --draft-config meaningless."""
+    given = f"--draft-config is {shorten(draft_config)}"
+    if values.get("method") == "ngram":
+        raise ValueError(
+            f"{given}, but method is 'ngram', which looks drafts up in the sequence and needs no "
+            "model; leave out --draft-config, or name another method"
+        )
+    if values.get("method") == "mtp":
+        raise ValueError(
+            f"{given}, but method is 'mtp', whose layer is the target's; leave out --draft-config, "
+            "or name another method"
+        )
+    if "model" in values:
+        raise ValueError(
+            f"{given}, but speculative_config['model'] is {shorten(values['model'])}; "
+            "allowed: one of the two (--draft-config has dummy weights)"
+        )
+
+
+def speculation_of(config: SpeculativeConfig) -> Speculation:
+    """What the engine is told of a complete configuration."""
+    return Speculation(
+        config.k,
+        config.rejection_sample_method,
+        config.synthetic_acceptance_length or 0.0,
+        config.draft_driver,
+        config.draft_stop_threshold,
+        config.prompt_lookup_min or 0,
+        config.prompt_lookup_max or 0,
+        config.draft_position,
+        config.draft_sample_method == "probabilistic",
+        config.draft_proposals or 0,
+    )
+
+
+def _parse_drivers(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in DRAFT_DRIVERS:
+            raise ValueError(
+                f"drivers is {shorten(text)}; allowed: a list of {quoted(DRAFT_DRIVERS)}"
+            )
+    return names
+
+
+def parse_draft_lengths(text: str) -> list[int]:
+    """Reads --num-speculative-tokens.
+
+    Raises:
+        ValueError: It is no list of such numbers.
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1 or max(values) > MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"num_speculative_tokens is {shorten(text)}; allowed: integers from 1 to "
+            f"{MAX_SPECULATIVE_TOKENS}, for example 1,3,5,7"
+        )
+    return list(dict.fromkeys(values))

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `paceline bench latency`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.bench.arrivals import (
+    ARRIVALS_LEGEND,
+    Arrivals,
+    arrival_lines,
+    measure_arrivals,
+)
+from paceline.bench.drafting import speculations
+from paceline.bench.floor import Speed, with_floor
+from paceline.bench.latency import Measurement, can_trace, measure
+from paceline.bench.models import BenchModel, load, load_draft
+from paceline.bench.options import (
+    LatencyOptions,
+    check_hub_options,
+    check_num_layers,
+    parse_latency_options,
+    target_source,
+)
+from paceline.bench.plot import draw
+from paceline.bench.report import (
+    COLUMNS,
+    EXPERTS_LEGEND,
+    GPU_LEGEND,
+    LEGEND,
+    Setup,
+    print_head,
+    print_row,
+    report,
+    trace_table,
+    write_json,
+)
+from paceline.bench.tables import first_token_lines, length_lines, sequences, speedup_lines
+from paceline.bench.workload import Speculation, Workload
+from paceline.console import check_output, emit, progress_bar, tell
+from paceline.device import resolve_device
+
+
+def run_latency(args: argparse.Namespace) -> int:
+    """Measures, prints the rows and returns the exit code."""
+    started: float = getattr(args, "started", time.monotonic())
+    options = parse_latency_options(args)
+    check_output()
+    setup = _set_up(args, started)
+    bench = _Bench(args, options, setup, Speed(setup.device, args.num_threads))
+    cells = list(itertools.product(options.input_lens, options.concurrency, _variants(setup)))
+    runs_per_cell = (
+        options.arrivals.num_runs(args.rounds)
+        if options.arrivals is not None
+        else len(options.samplings) * (args.rounds + 1)
+    )
+    num_runs = len(cells) * runs_per_cell
+    with progress_bar(num_runs, "Measuring", "run", is_shown=not args.quiet) as bar:
+        for n, c, variant in cells:
+            cell = _Cell(*variant, c, n, runs_per_cell)
+            what = cell.words(has_input_len=len(options.input_lens) > 1)
+            if bar.disable and not args.quiet:
+                tell(f"measuring {what} ...")
+            bar.set_description(f"Measuring {what}")
+            # A reason is kept without its exception, whose traceback keeps an engine alive.
+            reason = None
+            try:
+                bench.measure(cell, bar)
+            except MemoryError as error:
+                if len(cells) == 1:
+                    raise
+                reason = str(error)
+            if reason is not None:
+                bench.leave_out(cell, what, reason, bar)
+    bench.finish()
+    return 0
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """What one engine measures.
+
+    Attributes:
+        variant: "plain", or k and the driver.
+        drafter: The drafter, or None.
+        speculation: None = plain decoding.
+        concurrency: Sequences at the same time.
+        input_len: Prompt tokens of each.
+        num_runs: Steps of the bar.
+    """
+
+    variant: str
+    drafter: BenchModel | None
+    speculation: Speculation | None
+    concurrency: int
+    input_len: int
+    num_runs: int
+
+    def words(self, *, has_input_len: bool) -> str:
+        """For messages."""
+        words = f"{self.variant} at {sequences(self.concurrency)}"
+        return words + (f", {self.input_len} prompt tokens" if has_input_len else "")
+
+
+@dataclass
+class _Bench:
+    """The command while it runs: what was measured, and what is printed and written of it."""
+
+    args: argparse.Namespace
+    options: LatencyOptions
+    setup: Setup
+    speed: Speed
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    rows: list[tuple[str, Measurement]] = field(default_factory=list)
+    arrivals: list[dict[str, Any]] = field(default_factory=list)
+    not_measured: list[dict[str, Any]] = field(default_factory=list)
+    startup: dict[str, Any] | None = None
+
+    def measure(self, cell: _Cell, bar: Any) -> None:
+        """Measures a cell, then prints and writes what there is by then.
+
+        Raises:
+            MemoryError: It does not fit.
+        """
+        if self.options.arrivals is not None:
+            self._measure_arrivals(cell, self.options.arrivals, bar)
+            return
+        workloads = [
+            Workload(cell.concurrency, cell.input_len, self.args.output_len, sampling)
+            for sampling in self.options.samplings
+        ]
+        results = measure(
+            self.setup.target, cell.drafter, cell.speculation, workloads,
+            num_threads=self.args.num_threads, rounds=self.args.rounds,
+            use_null_device=self.args.host_only, seconds_before=self.setup.seconds_before,
+            is_traced=self.args.trace is not None, show_progress=not self.args.quiet,
+            after_run=bar.update,
+        )  # fmt: skip
+        self.speed.forget()
+        if not self.args.host_only:  # without ops there is no limit to compare with
+            results = [
+                with_floor(result, self.setup.target, cell.drafter, self.speed)
+                for result in results
+            ]
+        is_first = not self.rows
+        if is_first:
+            self._keep_startup(results[0].engine_start_s, results[0].start_to_first_token_s)
+        self.rows += [
+            (self._name(cell, sampling), result)
+            for sampling, result in zip(self.options.samplings, results, strict=True)
+        ]
+        if not self._is_json_alone:
+            with bar.external_write_mode(sys.stdout):
+                if is_first:
+                    print_head(self.setup, self.speed.memory, results[0], self._name_width)
+                for name, row in self.rows[-len(results) :]:
+                    print_row(self.setup, name, row, self._name_width)
+        self._write()
+
+    def _measure_arrivals(self, cell: _Cell, arrivals: Arrivals, bar: Any) -> None:
+        (sampling,) = self.options.samplings
+        found = measure_arrivals(
+            self.setup.target, cell.drafter, cell.speculation,
+            Workload(cell.concurrency, cell.input_len, self.args.output_len, sampling), arrivals,
+            num_threads=self.args.num_threads, rounds=self.args.rounds,
+            use_null_device=self.args.host_only, show_progress=not self.args.quiet,
+            after_run=bar.update,
+        )  # fmt: skip
+        if not self.arrivals:
+            before = self.setup.seconds_before
+            self._keep_startup(
+                found.engine_start_s, before + found.engine_start_s + found.first_token_s
+            )
+        name = self._name(cell, sampling)
+        self.arrivals += [{"configuration": name, **row} for row in found.rows]
+        self._write()
+
+    def leave_out(self, cell: _Cell, what: str, reason: str, bar: Any) -> None:
+        """Notes a cell that does not fit into memory."""
+        bar.update(cell.num_runs)
+        self.not_measured.append(
+            {
+                "configuration": cell.variant,
+                "concurrency": cell.concurrency,
+                "input_len": cell.input_len,
+                "reason": reason,
+            }
+        )
+        with bar.external_write_mode(sys.stderr):
+            tell(f"not measured: {what}: {reason}")
+        if self.rows or self.arrivals:
+            self._write()
+
+    def finish(self) -> None:
+        """Prints what follows the rows.
+
+        Raises:
+            MemoryError: No cell fitted into memory.
+        """
+        if not self.rows and not self.arrivals:
+            raise MemoryError(
+                f"no cell could be measured; the last one: {self.not_measured[-1]['reason']}"
+            )
+        measured = self._report()
+        if self._is_json_alone:
+            emit(json.dumps(measured))
+        else:
+            for line in self._closing_lines(measured):
+                emit(line)
+        if self.args.plot is not None:
+            draw(measured, self.args.plot)
+
+    def _closing_lines(self, measured: dict[str, Any]) -> list[str]:
+        has_gpu = self.setup.device == "cuda"
+        gpu = [GPU_LEGEND] if has_gpu else []
+        if self.options.arrivals is not None:
+            return [*arrival_lines(self.arrivals, has_gpu=has_gpu), ARRIVALS_LEGEND, *gpu]
+        lines = [LEGEND, *gpu, *([EXPERTS_LEGEND] if self.setup.has_mixture else [])]
+        lines += [*speedup_lines(measured), *length_lines(measured)]
+        return lines + (first_token_lines(measured) if len(self.options.input_lens) > 1 else [])
+
+    @property
+    def _is_json_alone(self) -> bool:
+        return bool(self.args.json == "-")
+
+    @property
+    def _name_width(self) -> int:
+        names = [
+            self._name_of(variant, n, sampling)
+            for variant, _, _ in _variants(self.setup)
+            for n in self.options.input_lens
+            for sampling in self.options.samplings
+        ]
+        return max(len(name) for name in (*names, COLUMNS[0][0]))
+
+    def _name(self, cell: _Cell, sampling: dict[str, Any]) -> str:
+        return self._name_of(cell.variant, cell.input_len, sampling)
+
+    def _name_of(self, variant: str, input_len: int, sampling: dict[str, Any]) -> str:
+        """The name of a row: what differs between rows of as many sequences."""
+        facts = {"input_len": input_len} if len(self.options.input_lens) > 1 else {}
+        facts |= sampling if len(self.options.samplings) > 1 else {}
+        return variant + "".join(f" {key}={value:g}" for key, value in facts.items())
+
+    def _keep_startup(self, engine_start_s: float, start_to_first_token_s: float | None) -> None:
+        self.startup = {
+            "model_build_s": self.setup.model_build_s,
+            "engine_start_s": engine_start_s,
+            "start_to_first_token_s": start_to_first_token_s,
+        }
+
+    def _report(self) -> dict[str, Any]:
+        command = getattr(self.args, "command_line", "paceline bench latency")
+        found = report(
+            self.run_id, command, self.setup, self.speed.memory, self.rows, self.options.lengths
+        )
+        return found | {
+            "startup": self.startup,
+            "arrivals": self.arrivals,
+            "not_measured": self.not_measured,
+        }
+
+    def _write(self) -> None:
+        if self.args.json is not None and not self._is_json_alone:
+            write_json(self.args.json, self._report())
+        if self.args.trace is not None:
+            write_json(self.args.trace, trace_table(self.run_id, self.setup, self.rows))
+
+
+def _set_up(args: argparse.Namespace, started: float) -> Setup:
+    """Checks all arguments, then loads the models."""
+    source, is_dummy = target_source(args)
+    check_hub_options(args)
+    check_num_layers(args)
+    config, chosen = speculations(args)
+    device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
+    if args.trace is not None and not can_trace(device):
+        raise NotImplementedError(
+            f"--trace times kernels, but the device is {device!r}; "
+            "leave it out, or use --device cuda"
+        )
+    begin = time.monotonic()
+    target = load(
+        source, dummy=is_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
+        revision=args.revision, cache_dir=args.cache_dir, num_layers=args.num_layers,
+    )  # fmt: skip
+    draft = None
+    if config is not None and config.has_model:
+        is_draft_dummy = is_dummy or args.draft_config is not None
+        # An MTP layer is in the target's files.
+        draft_source, revision, kept = config.model, config.revision, None
+        if draft_source is None:
+            draft_source, revision, kept = source, args.revision, args.num_layers
+        draft = load_draft(
+            draft_source, target, method=config.method, draft_feedback=config.draft_feedback,
+            dummy=is_draft_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
+            revision=revision, cache_dir=args.cache_dir, num_layers=kept,
+        )  # fmt: skip
+    end = time.monotonic()
+    return Setup(target, draft, chosen, device, end - begin, end - started)
+
+
+def _variants(setup: Setup) -> Iterator[tuple[str, BenchModel | None, Speculation | None]]:
+    """The configurations of every cell: plain decoding, then every k and driver."""
+    yield "plain", None, None
+    drivers = {speculation.draft_driver for speculation in setup.speculations}
+    for speculation in setup.speculations:
+        name = f"k={speculation.num_speculative_tokens}"
+        if len(drivers) > 1 or speculation.draft_driver != "unrolled":
+            name += f" {speculation.draft_driver}"
+        yield name, setup.draft, speculation
