@@ -131,6 +131,7 @@ class AsyncLLM:
         if llm.target.tokenizer is not None:
             min_num_tokens(llm.target.tokenizer, "")  # reads the vocabulary, which blocks for long
         shared = internals(llm)
+        shared.requests.grammars.read_tokenizer()  # likewise
         self._requests = shared.requests
         self._chat_templates = shared.chat_templates
         self._session = FeedSession(shared.dispatcher, shared.num_speculative_tokens)

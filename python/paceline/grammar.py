@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 import threading
@@ -101,6 +102,18 @@ class Grammars:
         self._executor: LLExecutor | None = None
         self._compiled: collections.OrderedDict[str, LLMatcher] = collections.OrderedDict()
 
+    def read_tokenizer(self) -> None:
+        """Reads the tokenizer, if grammars can be used at all, so that no request has to.
+
+        That takes about a second for a large vocabulary and keeps the GIL for all of it, so no
+        thread could stream meanwhile. What fails here is an error of the first request.
+        """
+        target = self._target
+        if target.tokenizer is None or not target.eos_token_ids:
+            return
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._ensure_tokenizer(_import_llguidance())
+
     def check(self, params: StructuredOutputsParams) -> str:
         """Compiles what an output must look like.
 
@@ -151,11 +164,8 @@ class Grammars:
 
     def _compile(self, grammar: str) -> LLMatcher:
         llguidance = _import_llguidance()
+        self._ensure_tokenizer(llguidance)
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._make_tokenizer(llguidance)
-                share = (os.cpu_count() or 1) // _CORES_PER_THREAD
-                self._executor = llguidance.LLExecutor(min(max(share, 1), _MAX_THREADS))
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
@@ -181,6 +191,13 @@ class Grammars:
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _ensure_tokenizer(self, llguidance: ModuleType) -> None:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer(llguidance)
+                share = (os.cpu_count() or 1) // _CORES_PER_THREAD
+                self._executor = llguidance.LLExecutor(min(max(share, 1), _MAX_THREADS))
 
     def _make_tokenizer(self, llguidance: ModuleType) -> LLTokenizer:
         target = self._target

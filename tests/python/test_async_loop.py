@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import llguidance
 import pytest
 
 from async_tasks import GREEDY, LONGEST, TIMEOUT_S, idle, last, run
@@ -54,6 +55,41 @@ def test_preparing_does_not_block_the_loop(allm: AsyncLLM, monkeypatch: pytest.M
         return await watch
 
     assert run(main()) < 1
+
+
+def test_the_first_grammar_does_not_stall_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance keeps the GIL while it reads a tokenizer, for a second if the vocabulary is large.
+    So that comes before the first request."""
+    read = llguidance.LLTokenizer
+
+    def keep_gil() -> float:
+        start = time.perf_counter()
+        sum(range(20_000_000))  # one call of C code
+        return time.perf_counter() - start
+
+    def slow_read(*arguments: Any, **options: Any) -> Any:
+        keep_gil()
+        return read(*arguments, **options)
+
+    monkeypatch.setattr("llguidance.LLTokenizer", slow_read)
+    long = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+    short = SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]{3}"})
+
+    async def main() -> float:
+        async with AsyncLLM(find_demo("eagle3").target, show_progress=False) as allm:
+            stream = allm.stream("def f(", long)
+            await anext(stream)
+            task = asyncio.create_task(last(allm.generate("x", short)))
+            worst, before = 0.0, time.perf_counter()
+            while not task.done():
+                await anext(stream)
+                now = time.perf_counter()
+                worst, before = max(worst, now - before), now
+            assert len((await task).outputs[0].text) == 3
+            await stream.aclose()
+            return worst
+
+    assert run(main()) < keep_gil() / 2
 
 
 def test_a_long_prompt_does_not_block_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ class Engine:
         self._llm = LLM(**arguments)
         self._dispatcher = internals(self._llm).dispatcher
         self._grammars = internals(self._llm).requests.grammars
+        self._grammars.read_tokenizer()
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def facts(self) -> Facts:

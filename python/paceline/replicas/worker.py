@@ -75,6 +75,7 @@ class _Replica:
             return 1
         self._executor = internals(llm).dispatcher.executor
         self._grammars = internals(llm).requests.grammars
+        self._grammars.read_tokenizer()
         self._send(("ready", Facts.of(llm, self._executor), os.getpid()))
         threading.Thread(target=self._beat, daemon=True).start()
         try:
