@@ -152,6 +152,20 @@ def test_a_gpu_reads_at_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.memory == speed.of(5) == 7
 
 
+def test_models_that_leave_no_room_leave_the_last_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> float:
+        raise MemoryError("the bandwidth test")
+
+    monkeypatch.setattr(_core, "measure_cuda_read_bandwidth", lambda: 7.0)
+    speed = floor.Speed("cuda", 0)
+    assert speed.memory == 7
+    speed.forget()
+    monkeypatch.setattr(_core, "measure_cuda_read_bandwidth", refuse)
+    assert speed.memory == 7
+    with pytest.raises(MemoryError, match="the bandwidth test"):
+        _ = floor.Speed("cuda", 0).memory
+
+
 def test_without_ops_there_is_no_floor(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "latency", "--demo", "--host-only", "--rounds", "1", "--concurrency", "1"]
     assert cli.main([*argv, "--output-len", "8", "--json"]) == 0
