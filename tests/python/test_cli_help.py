@@ -38,7 +38,8 @@ def test_the_commands_are_found() -> None:
     assert {"paceline generate", "paceline chat", "paceline convert", "paceline doctor"} < set(
         COMMANDS
     )
-    assert {"paceline bench latency", "paceline bench pairs", "paceline bench plot"} < set(COMMANDS)
+    benches = ("latency", "pairs", "serve", "compare", "plot")
+    assert {f"paceline bench {name}" for name in benches} < set(COMMANDS)
     assert len(OPTIONS) > 50
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paceline bench`: `latency`, `pairs` and `serve` measure, `plot` draws reports."""
+"""`paceline bench`: `latency`, `pairs` and `serve` measure, `compare` and `plot` read reports."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from paceline.bench.compare.command import add_compare_parser, run_compare
 from paceline.bench.latency_command import run_latency
 from paceline.bench.options import add_latency_parser, check_can_write
 from paceline.bench.pairs.command import run_pairs
@@ -22,13 +23,14 @@ def add_parser(commands: Any) -> None:
     """Adds `bench` to the command line's subparsers."""
     bench = commands.add_parser(
         "bench",
-        help="measure this machine or a server, or draw what was measured",
-        description="Measures this machine or a server, or draws what was measured.",
+        help="measure this machine or a server, compare or draw what was measured",
+        description="Measures this machine or a server, compares what was measured, or draws it.",
     )
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
     add_latency_parser(kinds).set_defaults(run=run_latency)
     add_pairs_parser(kinds).set_defaults(run=run_pairs)
     add_serve_parser(kinds).set_defaults(run=run_serve)
+    add_compare_parser(kinds).set_defaults(run=run_compare)
     plot = kinds.add_parser(
         "plot",
         help="draw a report of `latency --json FILE` or `pairs --json FILE`",

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, results[0] if len(results) == 1 else results)
     if args.plot is not None:
-        draw(results, args.command_line, args.plot)
+        draw(results, _command_of(args), args.plot)
     return EXIT_OK if all(result["completed"] for result in results) else EXIT_FAILURE
 
 
@@ -94,6 +95,7 @@ async def _measure(
         facts = {
             "backend": "openai-chat" if args.endpoint == CHATS else "openai",
             "endpoint_type": "openai-chat" if args.endpoint == CHATS else "openai",
+            "command": _command_of(args),
             "label": args.label,
             "model_id": model,
             "tokenizer_id": model,
@@ -133,6 +135,14 @@ async def _measure_load(
         tell(f"paceline: {len(failed)} requests failed; the first: {failed[0]}")
     result = result_of(answers, seconds, load, goals, facts) | draft_figures(before, after)
     return result | (details_of(answers) if args.save_detailed else {})
+
+
+def _command_of(args: argparse.Namespace) -> str:
+    """The command line, for files that others read: without the key."""
+    words = shlex.split(getattr(args, "command_line", "paceline bench serve"))
+    if args.api_key:
+        words = [word.replace(args.api_key, "...") for word in words]
+    return shlex.join(words)
 
 
 def _questions(args: argparse.Namespace) -> list[Question]:
