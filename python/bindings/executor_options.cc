@@ -135,6 +135,7 @@ constexpr std::array kOptionFields = {
     option_field("gpu_memory_utilization",
                  [](auto& o) -> auto& { return o.gpu_memory_utilization; }),
     option_field("log_interval_s", [](auto& o) -> auto& { return o.log_interval_s; }),
+    option_field("hang_timeout_s", [](auto& o) -> auto& { return o.hang_timeout_s; }),
     option_field("block_size", [](auto& o) -> auto& { return o.block_size; }),
     option_field("enable_prefix_caching", [](auto& o) -> auto& { return o.enable_prefix_caching; }),
     option_field("num_threads", [](auto& o) -> auto& { return o.num_threads; }),

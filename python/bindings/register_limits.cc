@@ -14,6 +14,7 @@ py::dict limits() {
   dict["max_num_batched_tokens"] = kMaxBatchedTokens;
   dict["block_size"] = kMaxBlockSize;
   dict["num_threads"] = kMaxNumThreads;
+  dict["hang_timeout_s"] = kMaxHangTimeoutS;
   dict["num_speculative_tokens"] = kMaxDraftTokens;
   dict["draft_proposals"] = kMaxDraftProposals;
   dict["default_draft_proposals"] = kDefaultDraftProposals;

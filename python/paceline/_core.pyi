@@ -41,6 +41,7 @@ class _Limits(TypedDict):
     max_num_batched_tokens: int
     block_size: int
     num_threads: int
+    hang_timeout_s: float
     num_speculative_tokens: int
     draft_proposals: int
     default_draft_proposals: int

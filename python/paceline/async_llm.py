@@ -68,6 +68,7 @@ class AsyncLLM:
         chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         disable_log_stats: bool = False,
+        hang_timeout_s: float | None = None,
         show_progress: bool = True,
         **unknown: Never,
     ) -> None:
@@ -102,6 +103,7 @@ class AsyncLLM:
             chat_template=chat_template,
             tensor_parallel_size=tensor_parallel_size,
             disable_log_stats=disable_log_stats,
+            hang_timeout_s=hang_timeout_s,
             show_progress=show_progress,
         )
         self._attach(llm, is_owner=True)

@@ -21,6 +21,7 @@ from paceline.checks import (
 from paceline.limits import (
     MAX_BLOCK_SIZE,
     MAX_BYTES,
+    MAX_HANG_TIMEOUT_S,
     MAX_INT,
     MAX_LOGPROBS,
     MAX_NUM_BATCHED_TOKENS,
@@ -91,6 +92,7 @@ class EngineArguments(TypedDict, total=False):
     max_logprobs: int
     chat_template: str | os.PathLike[str] | None
     disable_log_stats: bool
+    hang_timeout_s: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,8 @@ class EngineConfig:
         chat_template: The text of the chat template that takes the place of the checkpoint's own;
             given as text or as the path of a file.
         disable_log_stats: Whether the engine logs no lines of figures while requests run.
+        hang_timeout_s: Seconds, up to 86,400, after which an iteration that the device has not
+            completed is a failure of the device; None = never. Longer than the longest iteration.
     """
 
     device: str = "auto"
@@ -139,6 +143,7 @@ class EngineConfig:
     max_logprobs: int = 20
     chat_template: str | os.PathLike[str] | None = None
     disable_log_stats: bool = False
+    hang_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -155,6 +160,12 @@ class EngineConfig:
         self._check_gpu_memory_utilization()
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("disable_log_stats", self.disable_log_stats)
+        if self.hang_timeout_s is not None:
+            allowed = f"seconds above 0, at most {MAX_HANG_TIMEOUT_S:g}, or None"
+            seconds = check_finite("hang_timeout_s", self.hang_timeout_s, allowed)
+            if not 0 < seconds <= MAX_HANG_TIMEOUT_S:
+                raise ValueError(f"hang_timeout_s is {seconds:g}; allowed: {allowed}")
+            object.__setattr__(self, "hang_timeout_s", seconds)
         if self.chat_template is not None:
             from paceline.chat_template import read_given_template
 

@@ -13,6 +13,7 @@ MAX_NUM_SEQS: Final = _LIMITS["max_num_seqs"]
 MAX_NUM_BATCHED_TOKENS: Final = _LIMITS["max_num_batched_tokens"]
 MAX_BLOCK_SIZE: Final = _LIMITS["block_size"]
 MAX_NUM_THREADS: Final = _LIMITS["num_threads"]
+MAX_HANG_TIMEOUT_S: Final = _LIMITS["hang_timeout_s"]
 
 MAX_SPECULATIVE_TOKENS: Final = _LIMITS["num_speculative_tokens"]
 MAX_DRAFT_PROPOSALS: Final = _LIMITS["draft_proposals"]

@@ -69,6 +69,7 @@ class LLM(RunningLLM):
         chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         disable_log_stats: bool = False,
+        hang_timeout_s: float | None = None,
         show_progress: bool = True,
         **unknown: Never,
     ) -> None:
@@ -133,6 +134,9 @@ class LLM(RunningLLM):
                 gets a line at level INFO after each 10 seconds of work: outputs that run and wait,
                 tokens per second, use of the KV pool, preemptions, and acceptance. It never gets
                 prompts.
+            hang_timeout_s: Seconds, up to 86,400, after which an iteration that the device has not
+                completed is a failure of the device, with which all requests end; None = never. It
+                has to be longer than the longest iteration, which may have a long prompt.
             show_progress: Show progress bars while models are downloaded and loaded, and while CUDA
                 graphs are captured, if standard error is a terminal. (The logger "paceline" reports
                 the use of memory at level INFO.)
@@ -173,6 +177,7 @@ class LLM(RunningLLM):
             max_logprobs=max_logprobs,
             chat_template=chat_template,
             disable_log_stats=disable_log_stats,
+            hang_timeout_s=hang_timeout_s,
         )
         speculative = None
         if speculative_config is not None:

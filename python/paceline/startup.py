@@ -70,6 +70,7 @@ def executor_options(
         "num_threads": config.num_threads or 0,
         "num_speculative_tokens": k,
         "max_logprobs": config.max_logprobs,
+        "hang_timeout_s": config.hang_timeout_s or 0.0,
     }
     if config.disable_log_stats:
         options["log_interval_s"] = 0.0

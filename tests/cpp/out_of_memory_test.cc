@@ -2,9 +2,12 @@
 // The engine's thread runs out of memory at each of its allocations in turn: nothing aborts, every
 // request ends, what was delivered is right, and the engine serves the next requests.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <paceline/error.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <functional>
@@ -18,6 +21,7 @@
 #include "executor/cpu_runner.h"
 #include "executor/engine.h"
 #include "model/kv_shapes.h"
+#include "support/errors.h"
 #include "support/failing_allocations.h"
 #include "support/host_batch.h"
 #include "support/tiny_models.h"
@@ -28,8 +32,10 @@ namespace {
 
 using testing::fail_allocations;
 using testing::fault_side;
+using ::testing::HasSubstr;
 using testing::is_in_device;
 using testing::is_test_thread;
+using testing::message_of;
 using testing::num_faults;
 using testing::Side;
 using testing::tiny_model;
@@ -315,6 +321,65 @@ TEST_F(OutOfMemoryTest, OfTheDeviceIsFinal) {
       std::bad_alloc);
   EXPECT_THROW((void)engine.add_request({.prompt = {1, 2}}), std::bad_alloc);
   EXPECT_THROW((void)engine.check_integrity(), std::bad_alloc);
+}
+
+// A device whose iterations complete only while it is not stuck.
+class StuckRunner final : public Runner {
+ public:
+  StuckRunner(std::unique_ptr<CpuRunner> runner, const std::atomic<bool>& is_stuck)
+      : runner_(std::move(runner)), is_stuck_(is_stuck) {}
+  void bind(Batch& batch) override { runner_->bind(batch); }
+  void launch(const Batch& batch) override { runner_->launch(batch); }
+  void wait(int64_t iteration) override {
+    while (is_stuck_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    runner_->wait(iteration);
+  }
+  int64_t completed() override { return runner_->completed(); }
+  std::span<const SequenceResult> results(int64_t iteration) override {
+    return runner_->results(iteration);
+  }
+  Timing timing(int64_t) override { return {}; }
+  void poison(GroupId group, BlockId block) override { runner_->poison(group, block); }
+  std::map<std::string, int64_t, std::less<>> workspace_bytes() const override { return {}; }
+
+ private:
+  std::unique_ptr<CpuRunner> runner_;
+  const std::atomic<bool>& is_stuck_;
+};
+
+// Neither a device that rests nor one that works is stuck, and a failure is final.
+TEST_F(OutOfMemoryTest, ADeviceThatHangsIsAFailure) {
+  EngineOptions options = setup_.options;
+  options.shape.max_logprobs = 0;
+  options.hang_timeout_s = 0.3;
+  std::atomic<bool> is_stuck = false;
+  const CpuRunnerOptions runner_options = {
+      .runner = {.iteration = {.shape = options.shape, .max_model_len = 64},
+                 .max_in_flight = kMaxInFlight}};
+  Engine engine(
+      options, setup_.layout,
+      std::make_unique<StuckRunner>(
+          std::make_unique<CpuRunner>(setup_.model, setup_.model, setup_.layout, runner_options),
+          is_stuck));
+  const auto ends = [&] {
+    (void)engine.add_request({.prompt = {1, 2}, .sampling = {.max_tokens = 30}});
+    for (const Clock::time_point begin = Clock::now();
+         Clock::now() < begin + std::chrono::seconds(10);) {
+      for (const RequestEvent& event : engine.poll(20)) {
+        if (event.finish_reason != FinishReason::kNone) return true;
+      }
+    }
+    return false;
+  };
+  EXPECT_TRUE(ends());
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  EXPECT_TRUE(ends());
+  is_stuck = true;
+  EXPECT_THAT(message_of<DeviceError>([&] { (void)ends(); }),
+              HasSubstr("the device has not completed an iteration for 0."));
+  is_stuck = false;
+  EXPECT_THROW((void)engine.add_request({.prompt = {1, 2}}), DeviceError);
+  EXPECT_THROW((void)engine.check_integrity(), DeviceError);
 }
 
 // Memory stays out until the engine is gone: its end must not wait for memory.

@@ -45,7 +45,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def open_llm(folder: Path) -> LLM:
+def open_llm(folder: Path, **arguments: Any) -> LLM:
     return LLM(
         folder,
         speculative_config={"model": str(folder), "num_speculative_tokens": 3},
@@ -53,6 +53,7 @@ def open_llm(folder: Path) -> LLM:
         max_model_len=256,
         device="cpu",
         show_progress=False,
+        **arguments,
     )
 
 
@@ -202,3 +203,19 @@ def test_a_device_that_stops_ends_all_requests_at_once(llm: LLM, server: Running
             assert failing.service.admission.num_open == 0
     with open_llm(folder) as whole, RunningServer(whole, max_queue=100) as other:
         check_next_hundred(other, expected)
+
+
+def test_a_device_that_hangs_is_a_failure(llm: LLM) -> None:
+    """As no iteration is fast enough for this limit, any is found to hang."""
+    with (
+        open_llm(Path(llm.target.path), hang_timeout_s=1e-9) as hung,
+        RunningServer(hung) as failing,
+    ):
+        assert failing.ask("/health")[0] == 200
+        for path, sent in ((COMPLETIONS, body_of(1, max_tokens=250)), ("/health", None)):
+            status, answer = failing.ask(path, sent)
+            assert status == 503
+            assert "the device has not completed an iteration for" in answer["error"]["message"]
+    for wrong in (0, -1, 1e9, "a"):
+        with pytest.raises(ValueError, match="hang_timeout_s is"):
+            open_llm(Path(llm.target.path), hang_timeout_s=wrong)

@@ -109,6 +109,10 @@ struct ExecutorOptions {
   // Seconds of work, up to 86,400, after which the engine sends the next line of figures to the log
   // sink (log.h); 0 is off.
   double log_interval_s = 10;
+  // Seconds, up to 86,400, after which an iteration that the device has not completed is a failure
+  // of the device, which poll() raises like any other; 0 is off. Longer than the longest iteration.
+  // The destructor still waits for the device.
+  double hang_timeout_s = 0;
 
   // For tests, 0..2, on the CPU only. With n > 0 the device runs iteration i only after iteration
   // i+n has been launched, or when the engine waits for i.

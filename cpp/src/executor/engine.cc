@@ -143,7 +143,7 @@ bool Engine::take_in() {
       wake_engine_.wait(lock, has_news);
       interval_log_.resume(now_us());
     }
-    if (stops_) return false;
+    if (stops_ || failure_ != nullptr) return false;
     if (is_held_) return true;
     if (std::exchange(forgets_prefixes_, false)) scheduler_.forget_prefixes();
     while (!incoming_.empty()) {
@@ -179,6 +179,7 @@ bool Engine::launch_next() {
     is_traced = std::exchange(wants_trace_, false);
   }
   std::vector<KernelTime> trace;
+  if (newest_launched_ == newest_read_) waits_since_us_ = now_us();
   on_device([&] {
     if (is_traced) {
       trace = runner_->launch_traced(launched.batch);
@@ -201,6 +202,7 @@ void Engine::read_oldest() {
   delay();
   on_device([&] { runner_->wait(iteration); });
   const int64_t start = now_us();
+  waits_since_us_ = newest_launched_ > iteration ? start : 0;
   InFlight& launched = ring_[static_cast<size_t>(iteration) % ring_.size()];
   newest_read_ = iteration;
   scheduler_.complete(iteration);

@@ -9,6 +9,7 @@
 // If the host runs out of memory, the requests that have begun end with an error, those that only
 // wait stay queued, and the engine continues.
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -55,6 +56,7 @@ struct EngineOptions {
   int32_t host_delay_max_us = 0;     // see ExecutorOptions
   bool poisons_freed_blocks = false;
   double log_interval_s = 0;
+  double hang_timeout_s = 0;                  // 0: none
   std::shared_ptr<HostDrafter> host_drafter;  // null: the device drafts
   WindowMakerOptions windows;
   bool allows_constraints = true;
@@ -166,6 +168,8 @@ class Engine {
   // On the threads of windows_.
   void receive(std::list<WindowAnswer> answer);
   void fail(std::exception_ptr cause);
+  // Called by callers, since the engine's thread may hang. Unlocks the lock for a while.
+  void fail_if_hung(std::unique_lock<std::mutex>& lock);
   [[nodiscard]] bool is_idle() const {
     return requests_.empty() && newest_read_ == newest_launched_;
   }
@@ -204,6 +208,7 @@ class Engine {
   int64_t num_queued_ = 0;  // requests, incoming and waiting
   EngineStatistics statistics_;
   const int64_t start_us_;
+  std::atomic<int64_t> waits_since_us_ = 0;  // for an iteration to complete; 0: for none
   KvUsage usage_;
   std::vector<PrefixCache::GroupCounts> prefix_counts_at_reset_;
   bool is_idle_ = true;

@@ -42,7 +42,8 @@ std::optional<std::vector<RequestId>> Engine::queue(std::vector<Samples> request
   }
   std::vector<RequestId> ids;
   ids.reserve(requests.size());
-  const std::scoped_lock lock(mutex_);
+  std::unique_lock lock(mutex_);
+  fail_if_hung(lock);
   if (failure_ != nullptr) std::rethrow_exception(failure_);
   const auto count = static_cast<int64_t>(requests.size());
   if (options_.max_waiting_requests > 0 && num_queued_ + count > options_.max_waiting_requests) {
@@ -121,6 +122,7 @@ std::vector<RequestEvent> Engine::poll(int32_t timeout_ms) {
   if (timeout_ms > 0) {
     wake_caller_.wait_for(lock, std::chrono::milliseconds(timeout_ms), is_ready);
   }
+  fail_if_hung(lock);
   if (events_.empty() && failure_ != nullptr) std::rethrow_exception(failure_);
   return std::exchange(events_, {});
 }

@@ -46,6 +46,7 @@ bool Engine::recover() {
            "wait until memory is free");
   if (newest_launched_ >= 0) on_device([&] { runner_->wait(newest_launched_); });
   newest_read_ = newest_launched_;
+  waits_since_us_ = 0;
   leaving_.clear();
   for (InFlight& entry : ring_) entry.batch.drop_copies();
   // If no request has begun, those that wait are the ones for which the memory does not suffice.
@@ -118,8 +119,26 @@ void Engine::fail(std::exception_ptr cause) {
     }
   } while (!outgoing_.empty() &&
            !wake_engine_.wait_for(lock, kMemoryRetry, [&] { return stops_; }));
-  failure_ = std::move(cause);
+  if (failure_ == nullptr) failure_ = std::move(cause);
   wake_caller_.notify_all();
+}
+
+void Engine::fail_if_hung(std::unique_lock<std::mutex>& lock) {
+  const int64_t since = waits_since_us_;
+  if (options_.hang_timeout_s == 0 || since == 0 || failure_ != nullptr) return;
+  const double waited_s = static_cast<double>(now_us() - since) * 1e-6;
+  if (waited_s <= options_.hang_timeout_s) return;
+  failure_ = std::make_exception_ptr(DeviceError(
+      concat("the device has not completed an iteration for ", waited_s, " s (hang_timeout_s is ",
+             options_.hang_timeout_s,
+             "); end this process and start another one, or raise hang_timeout_s if iterations "
+             "may take so long")));
+  wake_caller_.notify_all();
+  lock.unlock();  // the log sink is called without it
+  log_made(LogLevel::kError, [&] {
+    return concat("the engine has failed, every later call raises this: ", message_of(failure_));
+  });
+  lock.lock();
 }
 
 }  // namespace paceline

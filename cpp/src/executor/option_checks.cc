@@ -158,6 +158,10 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     throw InvalidArgument(
         concat("log_interval_s is ", o.log_interval_s, "; allowed: 0 (off) to ", kMaxLogIntervalS));
   }
+  if (!(o.hang_timeout_s >= 0 && o.hang_timeout_s <= kMaxHangTimeoutS)) {
+    throw InvalidArgument(
+        concat("hang_timeout_s is ", o.hang_timeout_s, "; allowed: 0 (off) to ", kMaxHangTimeoutS));
+  }
   check_range("host_delay_max_us", o.host_delay_max_us, 0, 1'000'000);
   check_range("max_num_seqs", o.max_num_seqs, 1, kMaxNumSeqs);
   check_range("block_size", o.block_size, 1, kMaxBlockSize);

@@ -16,6 +16,7 @@ inline constexpr int32_t kMaxBatchedTokens = 1 << 19;
 
 // A day, between two lines of figures in the log.
 inline constexpr double kMaxLogIntervalS = 86'400;
+inline constexpr double kMaxHangTimeoutS = 86'400;
 
 // Tokens that prompt lookup compares. A longer n-gram would seldom match and never help.
 inline constexpr int32_t kMaxNgram = 256;

@@ -106,6 +106,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
           .host_delay_max_us = o.host_delay_max_us,
           .poisons_freed_blocks = o.poison_freed_blocks,
           .log_interval_s = o.log_interval_s,
+          .hang_timeout_s = o.hang_timeout_s,
           .host_drafter = o.speculative.host_drafter,
           .windows = window_options(o, target, draft),
           .allows_constraints =

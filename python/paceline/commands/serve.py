@@ -206,6 +206,15 @@ def _add_engine_options(group: Any) -> None:
         ),
         ("--load-format", str, "auto", "NAME", "auto or dummy (default: auto)"),
         (
+            "--hang-timeout",
+            number,
+            None,
+            "S",
+            "seconds, above 0, after which an iteration that the device has not completed is a "
+            "failure: all requests end with an error, /health is 503, and a replica starts again; "
+            "longer than the longest iteration (default: never)",
+        ),
+        (
             "--seed",
             integer,
             0,
@@ -298,6 +307,7 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "max_logprobs": args.max_logprobs,
         "tensor_parallel_size": args.tensor_parallel_size,
         "disable_log_stats": args.disable_log_stats,
+        "hang_timeout_s": args.hang_timeout,
         **engine_arguments(args),
         **download_arguments(args),
     }
