@@ -16,11 +16,16 @@ from paceline import _core, cli
 from paceline.bench import floor, gpu_state, latency_command, models
 from paceline.bench.costs import matrix_costs
 from paceline.bench.lengths import at_lengths
+from paceline.bench.pairs import report as pairs_report
+from paceline.bench.pairs.known import Pair
+from paceline.bench.pairs.report import PairRow
 from paceline.bench.report import Setup
 from paceline.bench.tables import gpu_cells
 from paceline.bench.workload import Speculation, Workload
 from paceline.loader import decoder_config
+from paceline.speculative_config import SpeculativeConfig
 
+DRAFTING = {"model": "d", "num_speculative_tokens": 3}
 LENGTH = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.7}
 
 
@@ -63,17 +68,13 @@ def test_one_command_sweeps_k_and_prompts(
     for plain, *drafted in (rows[:3], rows[3:]):
         assert plain["at_lengths"] == [] and plain["imposed_acceptance_length"] is None
         for row in drafted:
-            own, *others = row["at_lengths"]
-            assert own == {
-                "acceptance_length": 1.7, "source": "imposed",
-                "tokens_per_s": row["output_tokens_per_s"],
-            }  # fmt: skip
             # k = 1 emits two tokens at most.
-            assert len(others) == (row["num_draft_tokens"] == 3)
+            expected = [(1.7, "imposed"), (2.34, "computed")][: 1 + (row["num_draft_tokens"] == 3)]
+            at = row["at_lengths"]
+            assert [(entry["acceptance_length"], entry["source"]) for entry in at] == expected
             seconds = row["iteration_ms"] / 1e3 + row["idle_us"] / 1e6
-            for other in others:
-                assert other["source"] == "computed"
-                assert other["tokens_per_s"] == pytest.approx(2 * 2.34 / seconds)
+            for entry, (length, _) in zip(at, expected, strict=True):
+                assert entry["tokens_per_s"] == pytest.approx(2 * length / seconds)
     for row in rows:
         assert len(row["rounds"]) == 2
         assert row["prompts_ms"] >= row["time_to_first_token_ms"] > 0
@@ -92,7 +93,7 @@ def test_one_command_sweeps_k_and_prompts(
     assert [line[4] == "-" for line in table[1:5]] == [True, False] * 2
     first = [line.split() for line in printed.split("time to the first token")[1].splitlines()]
     assert [line[3] for line in first[1:7]] == ["9"] * 3 + ["40"] * 3
-    assert "* = measured with this length imposed" in printed
+    assert "* = the length that was imposed" in printed
 
 
 def test_the_floor_of_prompts_is_arithmetic() -> None:
@@ -251,9 +252,19 @@ def test_without_a_gpu_there_is_no_state(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rows_of_a_gpu_have_its_clock_and_power(capsys: pytest.CaptureFixture[str]) -> None:
     model = models.load("gemma3-10m", dummy=True, show_progress=False)
-    [row] = latency_command.measure(model, None, None, [Workload(1, 4, 8)], rounds=1)
+    work = Workload(1, 4, 8, {"temperature": 0})
+    [row] = latency_command.measure(model, None, None, [work], rounds=1)
     on_gpu = Setup(model, None, [], "cuda", 0.0, 0.0)
     latency_command.print_row(on_gpu, "plain", row, 13)
     latency_command.print_row(Setup(model, None, [], "cpu", 0.0, 0.0), "plain", row, 13)
     gpu, cpu = (line.split() for line in capsys.readouterr().out.splitlines())
     assert gpu == [*cpu, "-", "-"]
+    # The table of pairs has them, too.
+    pair_row = PairRow(Pair("p", "t", "d"), SpeculativeConfig.parse(DRAFTING), None, row)
+    for device in ("cuda", "cpu"):
+        pairs_report.print_head(device, 13)
+        pairs_report.print_row(device, pair_row.as_dict(), 13)
+    _, names, units, gpu_row, _, _, _, cpu_row = capsys.readouterr().out.splitlines()
+    assert names.endswith("clock power") and units.endswith("MHz     W")
+    assert gpu_row == cpu_row + "     -     -"
+    assert "clock, power" in pairs_report.legend("cuda", []) != pairs_report.legend("cpu", [])

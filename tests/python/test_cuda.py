@@ -452,6 +452,27 @@ def test_bench(target: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     for row in report["rows"]:
         assert row["iteration_ms"] > 0 and row["idle_us"] >= 0 and 0 < row["floor_share"] < 1
+        assert row["floor_share"] <= row["additive_floor_share"] < 1
+        # Every driver has NVML; a container may hide it.
+        assert row["gpu"] is None or row["gpu"]["sm_clock_mhz"] > 100
+    arriving = [*argv, "--request-rate", "50%", "--num-prompts", "8", "--drivers", "unrolled"]
+    assert cli.main([*arriving, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["arrivals"]
+    assert [(row["configuration"], row["completed"]) for row in rows] == [
+        (name, 8) for name in ("plain", "k=3") * 2
+    ]
+
+
+def test_bench_pairs(target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pairs.json"
+    argv = ["bench", "pairs", "--device", "cuda", "--concurrency", "1,4", "--input-len", "16"]
+    argv += [word for name in "ab" for word in ("--config", f"{name}={target},{target}")]
+    assert cli.main([*argv, "--output-len", "32", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["not_measured"] == [] and len(report["rows"]) == 2 * 2 * 2
+    for row in report["rows"]:
+        assert (row["completed"], row["total_output_tokens"]) == (8, 8 * 32)
+        assert 0 < row["floor_share"] <= row["additive_floor_share"] < 1
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], gpu: Any) -> None:

@@ -48,27 +48,20 @@ def at_lengths(row: Measurement, lengths: Sequence[float]) -> list[dict[str, Any
         lengths: The acceptance lengths.
 
     Returns:
-        For each length that k drafts can have: "acceptance_length", "tokens_per_s", and "source":
-        "imposed" if the engine ran with this length, and "computed" from the measured iteration
-        otherwise. Empty for plain decoding, and for drafting that may stop early, whose iterations
-        take a time that depends on the drafts.
+        For each length that k drafts can have: "acceptance_length"; "tokens_per_s" while all
+        sequences decode; and "source", which is "imposed" if the measured iterations ran with this
+        length, else "computed". Empty for plain decoding, and for drafting that may stop early,
+        whose iterations take a time that depends on the drafts.
     """
     if row.num_draft_tokens == 0 or row.may_stop_early or row.iteration_ms == 0:
         return []
     seconds = row.iteration_ms / 1e3 + row.idle_us / 1e6
-    entries = []
-    for length in lengths:
-        if length > row.num_draft_tokens + 1:
-            continue
-        is_imposed = length == row.imposed_acceptance_length
-        rate = (
-            row.output_tokens_per_s if is_imposed else row.workload.concurrency * length / seconds
-        )
-        entries.append(
-            {
-                "acceptance_length": length,
-                "tokens_per_s": rate,
-                "source": "imposed" if is_imposed else "computed",
-            }
-        )
-    return entries
+    return [
+        {
+            "acceptance_length": length,
+            "tokens_per_s": row.workload.concurrency * length / seconds,
+            "source": "imposed" if length == row.imposed_acceptance_length else "computed",
+        }
+        for length in lengths
+        if length <= row.num_draft_tokens + 1
+    ]

@@ -69,9 +69,9 @@ def length_lines(report: Mapping[str, Any]) -> list[str]:
             ]
         )
     head = ["tokens/s at acceptance length", "sequences", *(f"{length:g}" for length in lengths)]
-    explained = "computed from the time of the measured iterations"
+    explained = "while all sequences decode, computed from the time of the measured iterations"
     if any(entry["source"] == "imposed" for row in rows for entry in row["at_lengths"]):
-        explained += "; * = measured with this length imposed"
+        explained += "; * = the length that was imposed"
     return ["", *table(head, cells), explained]
 
 
