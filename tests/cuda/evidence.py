@@ -134,7 +134,23 @@ BENCHES = {
         "--output-len",
         "128",
     ],
+    "draft-lengths": [
+        *("--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 1.8)),
+        *("--num-speculative-tokens", "1,3,5,7", "--concurrency", "1,16,64,256"),
+        *("--output-len", "64"),
+    ],
+    "first-token": [
+        *("--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)),
+        *("--concurrency", "1", "--input-len", "256,2000,8000,32000", "--output-len", "16"),
+    ],
+    "arrivals": [
+        *("--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)),
+        *("--concurrency", "32", "--input-len", "2000", "--output-len", "128"),
+        *("--request-rate", "60%", "--num-prompts", "40"),
+    ],
 }
+#: Benches of which no kernel is traced.
+UNTRACED = ("draft-lengths", "first-token", "arrivals")
 
 #: A short table of `paceline bench pairs`.
 PAIRS = ["--pairs", "gpt-oss-20b+eagle3,qwen3-8b+eagle3", "--concurrency", "1,16"]
@@ -196,7 +212,9 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
     if part in BENCHES:
         figures, kernels = BUILD / "bench.json", BUILD / "trace.json"
         command = [sys.executable, *BENCH, *BENCHES[part]]
-        command += ["--json", str(figures), "--trace", str(kernels)]
+        command += ["--json", str(figures)]
+        if part not in UNTRACED:
+            command += ["--trace", str(kernels)]
         result = run(part, command, r"\S", env, 400)
         # Without the folder of this machine, which the bench's own command line names.
         benches[part] = {
