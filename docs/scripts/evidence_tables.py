@@ -117,6 +117,27 @@ def latency() -> str:
     return table((*head, "times plain", "share of the floor", "idle"), lines)
 
 
+def pairs() -> str:
+    """The figures of `bench pairs`, as vLLM's `bench serve` counts them."""
+    lines = [
+        (
+            row["pair"],
+            f"{row['temperature']:g}",
+            row["max_concurrency"],
+            f"{row['output_throughput']:,.0f}",
+            f"{row['median_ttft_ms']:.1f}",
+            f"{row['median_itl_ms']:.2f}",
+            f"{row['p99_itl_ms']:.2f}",
+            f"{row['spec_decode_acceptance_length']:.2f}",
+            milliseconds(row["iteration_ms"]),
+            f"{row['floor_share']:.0%}".replace("%", " %"),
+        )
+        for row in rows_of("pairs")
+    ]
+    head = ("pair", "T", "c", "output tokens/s", "median TTFT, ms", "median ITL, ms", "p99 ITL, ms")
+    return table((*head, "acceptance length", "iteration, ms", "share of the floor"), lines)
+
+
 def drivers() -> str:
     """Milliseconds per iteration of the Gemma pair by draft driver."""
     cells: dict[str, list[str]] = {}

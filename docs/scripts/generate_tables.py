@@ -378,6 +378,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "h200-drivers": evidence_tables.drivers,
     "h200-kernels": evidence_tables.kernel_times,
     "h200-latency": evidence_tables.latency,
+    "h200-pairs": evidence_tables.pairs,
     "h200-sampling": evidence_tables.sampling,
     "h200-summary": evidence_tables.summary,
     "support": support,
