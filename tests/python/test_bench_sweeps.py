@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,9 @@ import tiny_models
 from paceline import _core, cli
 from paceline.bench import floor, gpu_state, latency_command, models
 from paceline.bench.costs import matrix_costs
+from paceline.bench.drafting import speculations
 from paceline.bench.lengths import at_lengths
+from paceline.bench.options import parse_latency_options
 from paceline.bench.pairs import report as pairs_report
 from paceline.bench.pairs.known import Pair
 from paceline.bench.pairs.report import PairRow
@@ -25,6 +28,7 @@ from paceline.bench.workload import Speculation, Workload
 from paceline.loader import decoder_config
 from paceline.speculative_config import SpeculativeConfig
 
+ROOT = Path(__file__).parents[2]
 DRAFTING = {"model": "d", "num_speculative_tokens": 3}
 LENGTH = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.7}
 
@@ -167,6 +171,18 @@ def test_refusals(
 ) -> None:
     assert bench(config_dir, *extra) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_evidence_of_gpus_names_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "cuda"))
+    evidence = importlib.import_module("evidence")
+    for name, options in evidence.BENCHES.items():
+        args = cli.build_parser().parse_args([*evidence.BENCH[2:], *options])
+        parsed = parse_latency_options(args)
+        config, found = speculations(args)
+        assert config is not None and found, name
+        assert (parsed.arrivals is None) == (name != "arrivals")
+        assert name in evidence.UNTRACED or parsed.arrivals is None
 
 
 def test_drafting_that_may_stop_has_no_computed_rate() -> None:
