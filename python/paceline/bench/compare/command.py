@@ -18,7 +18,8 @@ from paceline.console import EXIT_OK, check_output, emit
 
 _LEGEND: Final = """\
 B/A: the median ratio over the rounds, then the lowest and the highest. better, worse: every round
-says so of B. noise: the rounds disagree. one round: nothing says how much of it is noise."""
+says so of B, which n equal ones do by chance once in 2^(n-1) times. noise: the rounds disagree. one
+round: nothing says how much of it is noise."""
 
 
 def add_compare_parser(kinds: Any) -> argparse.ArgumentParser:
