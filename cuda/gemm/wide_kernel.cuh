@@ -68,7 +68,9 @@ __device__ __forceinline__ void multiply_stages(const WideRing<Shape>& ring, int
     operand.read_scales(ring.scales(place.stage));
     operand.convert(0, a[0]);
   };
+  // All lanes have read the stage; one of them says so.
   const auto release = [&](int32_t stage) {
+    __syncwarp();
     if (stage >= 0 && threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[stage]);
   };
   // Multiplies the stage that has begun, and begins the next: a part is converted while the

@@ -103,6 +103,8 @@ inline void expect_a_thousand_iterations(const std::shared_ptr<const Model>& tar
   EXPECT_GE(speculative.stats().num_iterations, 1000);
   EXPECT_EQ(speculative.check_integrity(), "");
   options.speculative.num_speculative_tokens = 0;
+  options.max_num_seqs = num_jobs;  // fewer iterations
+  options.kv_cache_bytes = 64 << 20;
   Executor plain(target, nullptr, options);
   const std::vector<Outcome> expected = run(plain, jobs);
   for (size_t i = 0; i < jobs.size(); ++i) ASSERT_EQ(actual[i].tokens, expected[i].tokens);
