@@ -1,11 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Paged attention over K and V: the kernel of paged_attention_kernel.cuh, or the plain one.
+// Paged attention over K and V: the kernels of paged_attention_kernel.cuh and prefill_kernel.cuh,
+// or the plain one.
 
 #include "attention/attention_common.cuh"
 #include "attention/paged_attention_launch.cuh"
+#include "attention/prefill_attention.h"
 
 namespace paceline {
+namespace {
+
+void run_decode(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
+  switch (p.head_dim) {
+    case 64:
+      return cuda::paged::run_head_dim<64, 4>(ctx, name, p);
+    case 128:
+      return cuda::paged::run_head_dim<128, 4>(ctx, name, p);
+    case 256:
+      return cuda::paged::run_head_dim<256, 2>(ctx, name, p);
+    case 512:
+      return cuda::paged::run_head_dim<512, 1>(ctx, name, p);
+    default:
+      break;
+  }
+}
+
+}  // namespace
 
 void paged_attention(CudaContext& ctx, const PagedAttentionParams& params) {
   constexpr const char* kName = "paged_attention";
@@ -24,18 +44,14 @@ void paged_attention(CudaContext& ctx, const PagedAttentionParams& params) {
     return;
   }
   cuda::paged::prepare(p);
-  switch (p.head_dim) {
-    case 64:
-      return cuda::paged::run_head_dim<64, 4>(ctx, kName, p);
-    case 128:
-      return cuda::paged::run_head_dim<128, 4>(ctx, kName, p);
-    case 256:
-      return cuda::paged::run_head_dim<256, 2>(ctx, kName, p);
-    case 512:
-      return cuda::paged::run_head_dim<512, 1>(ctx, kName, p);
-    default:
-      break;
+  const int32_t min_rows = cuda::prefill_min_rows(ctx, p);
+  if (min_rows > 0) {
+    // A batch of one sequence is the prefill kernel's, whatever rows it has.
+    cuda::prefill_attention(ctx, kName, p, p.max_seqs == 1 ? 1 : min_rows);
+    if (p.max_seqs == 1) return;
+    p.max_rows_per_seq = min_rows - 1;
   }
+  run_decode(ctx, kName, p);
 }
 
 }  // namespace paceline

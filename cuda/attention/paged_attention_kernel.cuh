@@ -89,12 +89,14 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles>::kMinBlock
       const int32_t seq = static_cast<int32_t>(blockIdx.x);  // below max_seqs
       const int32_t first_row = p.row_indptr[seq];
       const int32_t end_row = p.row_indptr[seq + 1];
-      if (seq >= num_seqs) return;
+      if (seq >= num_seqs || end_row - first_row > plan.max_seq_rows) return;
       tile = {.first_row = first_row, .num_rows = end_row - first_row, .index = 0};
     } else {
       // Later tiles of a prompt see more keys and take longer, so they go first.
       const int32_t index = static_cast<int32_t>(gridDim.x - 1 - blockIdx.x);
-      if (!find_tile(p.row_indptr, num_seqs, heads_per_group, S::kRows, index, &tile)) return;
+      if (!find_tile(p.row_indptr, num_seqs, heads_per_group, S::kRows, index, &tile, 0,
+                     plan.max_seq_rows))
+        return;
     }
   }
   if (tile.index * S::kRows >= tile.num_rows * heads_per_group) return;

@@ -57,7 +57,8 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
                .counters = nullptr,
                .chunk_capacity = 0,
                .partial_rows = static_cast<int32_t>(std::min<int64_t>(packed_rows, S::kRows)),
-               .cluster_blocks = 1};
+               .cluster_blocks = 1,
+               .max_seq_rows = std::max(p.max_rows_per_seq, 1)};
 
   // Enough splits to give every SM two blocks. Each block decides on the device whether its tile is
   // split: one block takes a tile whose chunks exceed the workspace.

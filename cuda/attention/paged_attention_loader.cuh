@@ -40,9 +40,9 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int3
 template <int kSliceUnits>
 class SliceLoader {
  public:
-  __device__ SliceLoader(const PagedAttentionParams& p, const int32_t* blocks, int32_t begin,
-                         int32_t end)
-      : base_(p.kv.base + int64_t{static_cast<int32_t>(blockIdx.y)} * p.head_dim * 2),
+  __device__ SliceLoader(const PagedAttentionParams& p, int32_t kv_head, const int32_t* blocks,
+                         int32_t begin, int32_t end)
+      : base_(p.kv.base + int64_t{kv_head} * p.head_dim * 2),
         blocks_(blocks),
         block_bytes_(p.kv.block_bytes),
         token_bytes_(int64_t{p.num_kv_heads} * p.head_dim * 2),
@@ -106,7 +106,8 @@ class SliceRing {
  public:
   __device__ __forceinline__ SliceRing(const PagedAttentionParams& p, const TileKeys& keys,
                                        const Chunks& chunks, uint32_t stages)
-      : loader_(p, p.block_table + keys.seq_slot * p.block_table_stride, keys.begin, keys.end),
+      : loader_(p, static_cast<int32_t>(blockIdx.y),
+                p.block_table + keys.seq_slot * p.block_table_stride, keys.begin, keys.end),
         kv_(p.kv),
         stages_(stages),
         end_chunk_(chunks.end),

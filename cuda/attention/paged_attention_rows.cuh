@@ -48,16 +48,19 @@ struct Chunks {
   int32_t num_splits;
 };
 
-// Finds tile `at` in the list of all sequences' tiles; every lane of the warp gets the same answer.
+// Finds tile `at` in the list of the tiles of all sequences with at least min_rows and at most
+// max_rows rows; every lane of the warp gets the same answer.
 __device__ __forceinline__ bool find_tile(const int32_t* row_indptr, int32_t num_seqs,
                                           int32_t heads_per_group, int32_t tile_rows, int32_t at,
-                                          Tile* tile) {
+                                          Tile* tile, int32_t min_rows = 0,
+                                          int32_t max_rows = kIntMax) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   for (int32_t first_seq = 0; first_seq < num_seqs; first_seq += 32) {
     const int32_t seq = first_seq + lane;
     const int32_t row = seq < num_seqs ? row_indptr[seq] : 0;
     const int32_t rows = seq < num_seqs ? row_indptr[seq + 1] - row : 0;
-    const int32_t tiles = (rows * heads_per_group + tile_rows - 1) / tile_rows;
+    const bool is_listed = rows >= min_rows && rows <= max_rows;
+    const int32_t tiles = is_listed ? (rows * heads_per_group + tile_rows - 1) / tile_rows : 0;
     int32_t end = tiles;  // of this sequence's tiles among those of the 32 sequences
     for (int32_t step = 1; step < 32; step *= 2) {
       const int32_t before = __shfl_up_sync(kFullWarp, end, step);

@@ -58,6 +58,7 @@ struct Plan {
   int32_t chunk_capacity;  // tiles of more chunks are not split
   int32_t partial_rows;    // rows of a tile that can be live
   int32_t cluster_blocks;  // splits in a cluster
+  int32_t max_seq_rows;    // sequences with more rows are left out
 };
 
 // Floats of the (max, sum, accumulator) of one chunk, a multiple of 16 bytes.

@@ -63,6 +63,21 @@ __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t pari
   return is_over != 0;
 }
 
+// Whether the phase of that parity is over, without waiting.
+__device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity) {
+  uint32_t is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n"
+      "}\n"
+      : "=r"(is_over)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return is_over != 0;
+}
+
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_try_wait(barrier, parity)) {
   }

@@ -19,6 +19,16 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], uint64_t a, uint
 template <int kColumns, int kAdds>
 __device__ __forceinline__ void wgmma_by_columns(float (&d)[kColumns / 2], uint64_t a, uint64_t b);
 
+// Both in shared memory, d = a b^T: the first product of a sum.
+template <int kColumns>
+__device__ __forceinline__ void wgmma_fresh(float (&d)[kColumns / 2], uint64_t a, uint64_t b);
+
+// The rows in registers, b stored by columns: its 64 elements of a step of K lie side by side, as
+// rows of 128 bytes in the 128-byte swizzle. 16 steps are 2,048 bytes.
+template <int kColumns, int kAdds>
+__device__ __forceinline__ void wgmma_rows_by_columns(float (&d)[kColumns / 2], const uint32_t* a,
+                                                      uint64_t b);
+
 // The rows in registers, d as above. With g = lane / 4 and t = lane % 4, a thread of warp w holds
 // two neighbours in K in each register of a:
 //   a[0]: row 16 w + g,     columns 2 t, 2 t + 1      a[2]: the same row, columns 2 t + 8, 2 t + 9
@@ -93,6 +103,17 @@ PACELINE_WGMMA_SHARED(160, 80, 80, 81)
 PACELINE_WGMMA_SHARED(192, 96, 96, 97)
 PACELINE_WGMMA_SHARED(224, 112, 112, 113)
 
+#define PACELINE_WGMMA_FRESH(columns, sums, number_a, number_b)                                    \
+  template <>                                                                                      \
+  __device__ __forceinline__ void wgmma_fresh<columns>(float (&d)[sums], uint64_t a, uint64_t b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns                                      \
+                 "k16.f32.bf16.bf16 {" PACELINE_NUMBERS_##sums "}, %" #number_a ", %" #number_b    \
+                                                               ", 0, 1, 1, 0, 0;"                  \
+                 : PACELINE_OPERANDS_##sums                                                        \
+                 : "l"(a), "l"(b));                                                                \
+  }
+PACELINE_WGMMA_FRESH(128, 64, 64, 65)
+
 // adds: 1, or 0 for a product that does not read d.
 #define PACELINE_WGMMA_BY_COLUMNS(columns, sums, adds, number_a, number_b)                      \
   template <>                                                                                   \
@@ -131,6 +152,21 @@ PACELINE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36)
 PACELINE_WGMMA_REGISTERS(96, 48, 48, 49, 50, 51, 52)
 PACELINE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 
+#define PACELINE_WGMMA_ROWS_BY_COLUMNS(columns, sums, adds, a0, a1, a2, a3, number_b)              \
+  template <>                                                                                      \
+  __device__ __forceinline__ void wgmma_rows_by_columns<columns, adds>(                            \
+      float (&d)[sums], const uint32_t* a, uint64_t b) {                                           \
+    asm volatile(                                                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" PACELINE_NUMBERS_##sums \
+        "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #number_b ", " #adds ", 1, 1, 1;"         \
+        : PACELINE_OPERANDS_##sums                                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
+  }
+PACELINE_WGMMA_ROWS_BY_COLUMNS(64, 32, 0, 32, 33, 34, 35, 36)
+PACELINE_WGMMA_ROWS_BY_COLUMNS(64, 32, 1, 32, 33, 34, 35, 36)
+
+#undef PACELINE_WGMMA_ROWS_BY_COLUMNS
+#undef PACELINE_WGMMA_FRESH
 #undef PACELINE_WGMMA_ADDS
 #undef PACELINE_WGMMA_REGISTERS
 #undef PACELINE_WGMMA_SHARED

@@ -86,6 +86,54 @@ void bench_attention(Bench& bench) {
   }
 }
 
+// Prompts and chunks of prompts.
+void bench_prefill(Bench& bench) {
+  constexpr NamedAttention kSpecs[] = {
+      {"qwen3-8b", {.num_qo_heads = 32, .num_kv_heads = 8, .head_dim = 128}},
+      {"gemma3-27b", {.num_qo_heads = 32, .num_kv_heads = 16, .head_dim = 128}},
+      {"gemma3-27b-w1024",
+       {.num_qo_heads = 32, .num_kv_heads = 16, .head_dim = 128, .window = 1024}},
+      {"gemma3-4b", {.num_qo_heads = 8, .num_kv_heads = 4, .head_dim = 256}},
+      {"gpt-oss", {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .has_sinks = true}}};
+  struct Load {
+    int32_t num_seqs;
+    int32_t rows;     // of each sequence,
+    int32_t context;  // the last ones of so many
+  };
+  constexpr Load kLoads[] = {{1, 64, 4096},   {1, 128, 128},    {1, 256, 256},   {1, 256, 8192},
+                             {1, 512, 512},   {1, 1024, 1024},  {4, 512, 1024},  {1, 2048, 2048},
+                             {1, 2048, 8192}, {1, 2048, 32768}, {1, 8192, 32768}};
+  bool has_header = false;
+  for (const auto& [model, spec] : kSpecs) {
+    const std::string name = std::string("prefill/") + model;
+    if (!bench.wants(name)) continue;
+    if (!has_header) {
+      std::printf(
+          "\nattention of prompts, bfloat16: us and TFLOP/s of visible keys\n"
+          "%-18s%6s%8s%10s\n",
+          "", "seqs", "rows", "context");
+      has_header = true;
+    }
+    for (const auto& [num_seqs, rows, context] : kLoads) {
+      AttentionBatch batch{.max_model_len = 40960};
+      for (int32_t i = 0; i < num_seqs; ++i) batch.sequences.push_back({i, context, rows, 0});
+      const double us = bench.cold_us(make_attention(spec, batch, 1), "pool");
+      double visible = 0;
+      for (int32_t end = context - rows + 1; end <= context; ++end) {
+        visible += spec.window == 0 ? end : std::min(end, spec.window);
+      }
+      const double flops = 4.0 * num_seqs * visible * spec.num_qo_heads * spec.head_dim;
+      const double rate = flops / us * 1e-6;
+      bench.record({name,
+                    "seqs=" + std::to_string(num_seqs) + " rows=" + std::to_string(rows) +
+                        " context=" + std::to_string(context),
+                    us, rate, "TFLOP/s"});
+      std::printf("%-18s%6d%8d%10d%12.1f%8.1f\n", model, num_seqs, rows, context, us, rate);
+      std::fflush(stdout);
+    }
+  }
+}
+
 // --- latent attention ----------------------------------------------------------------------------
 
 // GLM-4.7-Flash has 20 heads: four rows are 80 queries against one stream of entries. With 16 heads
@@ -366,6 +414,7 @@ int run(int argc, char** argv) {
   } else {
     bench_products(bench);
     bench_attention(bench);
+    bench_prefill(bench);
     bench_latent_attention(bench);
     bench_small_ops(bench);
   }

@@ -75,6 +75,7 @@ TESTS = (
     "gemm_order_test",
     "op_parity_test",
     "expert_bits_test",
+    "prefill_bits_test",
     "latent_merge_test",
     "runner_test",
     "engine_cuda_test",

@@ -374,6 +374,9 @@ struct AttentionBatch {
   int32_t extra_seqs = 0;          // max_seqs beyond the sequences there are
   int32_t extra_rows_per_seq = 0;  // max_rows_per_seq beyond the longest
   int32_t max_model_len = 0;       // 0: the longest sequence
+  // Multiprocessors that a GPU plans for; 0: those it has. On few of them, short prompts and few
+  // heads are enough for the prefill kernel.
+  int32_t num_sms = 0;
 };
 // y has one row for each row of the batch, in order.
 [[nodiscard]] OpInstance make_attention(const AttentionSpec& spec, const AttentionBatch& batch,

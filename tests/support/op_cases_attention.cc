@@ -163,7 +163,12 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
   const Handle num_seqs_at = op.add(int_array<int32_t>("num_seqs", Role::kInput, {num_seqs}));
   const Handle row_indptr = op.add(int_array("row_indptr", Role::kInput, indptr));
   const int64_t table_stride = placement.table_stride;
-  op.set_run([=](auto& ctx, const Addresses& at) {
+  const int32_t num_sms = batch.num_sms;
+  op.set_run([=](auto& of, const Addresses& at) {
+    auto ctx = of;
+    if constexpr (std::is_same_v<decltype(ctx), CudaContext>) {
+      if (num_sms > 0) ctx.num_sms = num_sms;
+    }
     const int64_t bytes = element_bytes(kv_element);
     if (s.value_dim > 0) {
       latent_attention(
@@ -286,6 +291,16 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
                 .extra_seqs = 10,
                 .extra_rows_per_seq = 400,
                 .max_model_len = 40000});
+  if (s.value_dim == 0 && s.dtype == DType::kBFloat16) {
+    // Sequences on either side of the prefill kernel's least number of rows, prompts that end
+    // within a tile, and inert rows in one.
+    const std::vector<AttentionSequence> prompts = {
+        {0, 700, 700, 0}, {1, 1, 1, 0}, {2, 1300, 300, 0}, {3, 260, 5, 0},
+        {4, 129, 64, 3},  {5, 0, 0, 0}, {6, 1, 0, 250},    {7, 513, 193, 30}};
+    add("prompts", {.sequences = prompts, .extra_rows = 9, .extra_seqs = 2, .num_sms = 1});
+    add("one_prompt", {.sequences = {{0, 900, 387, 0}}, .num_sms = 1});
+    add("one_row", {.sequences = {{0, 300, 1, 0}}, .extra_rows_per_seq = 500, .num_sms = 1});
+  }
   if (s.value_dim != 512 || s.dtype != DType::kBFloat16) return;
   // Latent attention on tensor cores. Its chunks have 64 entries, and 16 chunks are a segment: long
   // contexts, the edges of both, and the bounds by which a context is divided into single chunks,

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "attention/prefill_attention.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/prefill_kernel.cuh"
+#include "common/launch.cuh"
+
+namespace paceline::cuda {
+namespace {
+
+// A verify window has at most 17 rows.
+constexpr int32_t kMinRows = 32;
+
+// Warpgroups with 64 packed rows each; with heads of 256 elements there is room for two.
+constexpr int32_t kGroups = 3;
+constexpr int32_t kWideGroups = 2;
+
+template <class S>
+void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p, int32_t min_rows) {
+  constexpr auto* kKernel = &prefill::prefill_attention_kernel<S>;
+  static const bool is_allowed = [] {
+    allow_shared_bytes(kKernel, S::kSharedBytes, "prefill_attention_kernel");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+  const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
+  const int64_t tiles_per_seq = (p.max_rows_per_seq * heads_per_group + S::kRows - 1) / S::kRows;
+  // An upper bound for every batch: each sequence rounds up at most once.
+  const int64_t max_seqs = std::min<int64_t>(p.max_seqs, p.max_rows / min_rows);
+  const int64_t tiles =
+      std::min(max_seqs * tiles_per_seq, p.max_rows * heads_per_group / S::kRows + max_seqs);
+  launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(tiles * p.num_kv_heads)), dim3(S::kThreads),
+         S::kSharedBytes, p, min_rows);
+}
+
+template <bool kHasCap>
+void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams& p,
+                  int32_t min_rows) {
+  switch (p.head_dim) {
+    case 64:
+      return run<prefill::Shape<64, kGroups, kHasCap>>(ctx, name, p, min_rows);
+    case 128:
+      return run<prefill::Shape<128, kGroups, kHasCap>>(ctx, name, p, min_rows);
+    case 256:
+      return run<prefill::Shape<256, kWideGroups, kHasCap>>(ctx, name, p, min_rows);
+    default:
+      break;
+  }
+}
+
+}  // namespace
+
+int32_t prefill_min_rows(const CudaContext& ctx, const PagedAttentionParams& p) {
+  const bool has_instance = p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256;
+  if (!has_instance || p.row_indptr == nullptr) return 0;
+  const int32_t tile_rows = p.head_dim == 256 ? 64 * kWideGroups : 64 * kGroups;
+  // A sequence fills a tile.
+  const int32_t min_rows = std::max(kMinRows, tile_rows / (p.num_qo_heads / p.num_kv_heads));
+  if (p.max_rows_per_seq < min_rows) return 0;
+  // Rows that such sequences have for sure, where the bounds are exact. With fewer blocks, the
+  // chunks of a tile are better split over multiprocessors, which only the other kernel can.
+  const int64_t rows =
+      std::max<int64_t>(p.max_rows_per_seq, p.max_rows - int64_t{p.max_seqs} * (min_rows - 1));
+  const int64_t blocks = rows * p.num_qo_heads / tile_rows;
+  return blocks * 10 >= int64_t{ctx.num_sms} * 3 ? min_rows : 0;
+}
+
+void prefill_attention(CudaContext& ctx, const char* name, const PagedAttentionParams& p,
+                       int32_t min_rows) {
+  if (p.soft_cap > 0.0f) {
+    run_head_dim<true>(ctx, name, p, min_rows);
+  } else {
+    run_head_dim<false>(ctx, name, p, min_rows);
+  }
+}
+
+}  // namespace paceline::cuda

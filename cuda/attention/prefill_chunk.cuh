@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What a warpgroup of the prefill attention kernel does with one chunk of keys. Each step has the
+// operations and the order of paged_attention_chunk.cuh, so that a row has the same bits: a thread
+// holds the same columns of its rows in wgmma as in mma.sync.
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "attention/attention_common.cuh"
+#include "attention/paged_attention_rows.cuh"
+#include "attention/prefill_shape.cuh"
+#include "common/mma.cuh"
+#include "gemm/wgmma.cuh"
+#include "gemm/wgmma_products.cuh"
+
+namespace paceline::cuda::prefill {
+
+// Key tile j (8 keys): rows quad_row in [4 j], [4 j + 1], rows quad_row + 8 in [4 j + 2], [4 j +
+// 3].
+using Scores = float[kChunk / 2];
+// Products with the values of a slice, in the same order.
+using SliceValues = float[kSliceColumns / 2];
+// Probabilities as the register operand of wgmma: [2 j + half] of key tile j.
+using Weights = uint32_t[kChunk / 4];
+
+// The position of a thread in its warpgroup.
+struct Position {
+  int32_t group;
+  int32_t lane;
+  int32_t quad_lane;
+  int32_t first_row;  // packed row of the lower half; that of the upper half is 8 further on
+};
+
+// Two numbers rounded to bfloat16, the first in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// The lower word of a tile's descriptor (see tile_descriptor); only this one changes from tile to
+// tile.
+__device__ __forceinline__ uint32_t descriptor_word(uint32_t tile) {
+  return (tile & 0x3FFFFu) >> 4 | 1u << 16;
+}
+__device__ __forceinline__ uint64_t descriptor(uint32_t word) {
+  // The 128-byte swizzle, and groups of 8 rows 1,024 bytes apart; see tile_descriptor.
+  constexpr uint64_t kUpper = uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32;
+  return kUpper | word;
+}
+
+// Begins S = Q K^T of the chunk whose keys begin at `place`, and moves `place` behind them.
+template <class S>
+__device__ __forceinline__ void begin_scores(const Ring& ring, uint32_t queries, Place& place,
+                                             Scores& s) {
+#pragma unroll
+  for (int32_t slice = 0; slice < S::kSlices; ++slice) {
+    barrier_wait(&ring.full[place.slot], place.parity);
+    const uint32_t q = descriptor_word(queries + slice * S::kQSliceBytes);
+    const uint32_t k = descriptor_word(ring.at(place.slot));
+    wgmma_begin();
+#pragma unroll
+    for (int32_t i = 0; i < kSliceColumns / 16; ++i) {
+      if (slice == 0 && i == 0) {
+        wgmma_fresh<kChunk>(s, descriptor(q), descriptor(k));
+      } else {
+        constexpr uint32_t kNext = kNext16Columns;
+        wgmma<kChunk>(s, descriptor(q + i * kNext), descriptor(k + i * kNext));
+      }
+    }
+    place.next<S>();
+  }
+  wgmma_commit();
+}
+
+// Gives `count` slices from `place` on back to the copying warps.
+template <class S>
+__device__ __forceinline__ void release(const Ring& ring, const Position& at, int32_t count,
+                                        Place place) {
+#pragma unroll
+  for (int32_t i = 0; i < count; ++i) {
+    if (at.lane == 0) barrier_arrive(&ring.empty[place.slot]);
+    place.next<S>();
+  }
+}
+
+// Makes products scores: see scale_scores of paged_attention_chunk.cuh.
+template <bool kHasCap>
+__device__ __forceinline__ void scale_scores(float scale, float soft_cap, Scores& s) {
+#pragma unroll
+  for (int32_t i = 0; i < kChunk / 2; ++i) s[i] = __fmul_rn(s[i], scale);
+  if constexpr (kHasCap) {
+#pragma unroll
+    for (int32_t i = 0; i < kChunk / 2; ++i) {
+      const float capped = __fmul_rn(soft_cap, tanhf(__fdiv_rn(s[i], soft_cap)));
+      s[i] = __fmul_rn(capped, kLog2E);
+    }
+  }
+}
+
+// -inf where the row does not see the key.
+__device__ __forceinline__ void mask_scores(const paged::TileRows& rows, int32_t first_key,
+                                            const Position& at, Scores& s) {
+#pragma unroll
+  for (int32_t half = 0; half < 2; ++half) {
+    const int32_t packed = at.first_row + 8 * half;
+    const int32_t begin = rows.begin[packed] - first_key - 2 * at.quad_lane;
+    const int32_t end = rows.end[packed] - first_key - 2 * at.quad_lane;
+#pragma unroll
+    for (int32_t j = 0; j < kChunk / 8; ++j) {
+#pragma unroll
+      for (int32_t e = 0; e < 2; ++e) {
+        const int32_t key = 8 * j + e;
+        if (key < begin || key >= end) s[4 * j + 2 * half + e] = negative_infinity();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void find_maxima(const Scores& s, float (&chunk_max)[2]) {
+#pragma unroll
+  for (int32_t half = 0; half < 2; ++half) {
+    float highest = negative_infinity();
+#pragma unroll
+    for (int32_t j = 0; j < kChunk / 8; ++j) {
+      highest = fmaxf(highest, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+    }
+    highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 1));
+    chunk_max[half] = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 2));
+  }
+}
+
+// P = 2^(S - max), rounded to bfloat16, with its sums: of 32 keys ascending in the thread, then
+// over the quad, then over the four 32s in order.
+__device__ __forceinline__ void make_weights(const Scores& s, const bool (&sees)[2],
+                                             const float (&chunk_max)[2], float (&chunk_sum)[2],
+                                             Weights& p) {
+#pragma unroll
+  for (int32_t half = 0; half < 2; ++half) {
+    const float subtract = sees[half] ? chunk_max[half] : 0.0f;
+    float sums[4];
+#pragma unroll
+    for (int32_t quarter = 0; quarter < 4; ++quarter) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int32_t j = 4 * quarter; j < 4 * quarter + 4; ++j) {
+        const float p0 = exp2_approx(__fsub_rn(s[4 * j + 2 * half], subtract));
+        const float p1 = exp2_approx(__fsub_rn(s[4 * j + 2 * half + 1], subtract));
+        // As a word, since the compiler takes halves apart and puts them together again.
+        const uint32_t pair = pack_bf16(p0, p1);
+        sum = __fadd_rn(sum, __uint_as_float(pair << 16));
+        sum = __fadd_rn(sum, __uint_as_float(pair & 0xFFFF0000u));
+        p[2 * j + half] = pair;
+      }
+      sums[quarter] = sum;
+    }
+#pragma unroll
+    for (int32_t step = 1; step < 4; step *= 2) {
+#pragma unroll
+      for (float& sum : sums) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, step));
+    }
+    chunk_sum[half] = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), sums[2]), sums[3]);
+  }
+}
+
+// Begins O = P V over the columns of the slice at `place`, and moves `place` behind it.
+template <class S>
+__device__ __forceinline__ void begin_values(const Ring& ring, const Weights& p, Place& place,
+                                             SliceValues& o) {
+  constexpr uint32_t kNext16Keys = 16 * 128 >> 4;
+  barrier_wait(&ring.full[place.slot], place.parity);
+  const uint32_t v = descriptor_word(ring.at(place.slot));
+  wgmma_begin();
+  wgmma_rows_by_columns<kSliceColumns, 0>(o, p, descriptor(v));
+#pragma unroll
+  for (int32_t i = 1; i < kChunk / 16; ++i) {
+    wgmma_rows_by_columns<kSliceColumns, 1>(o, p + 4 * i, descriptor(v + i * kNext16Keys));
+  }
+  wgmma_commit();
+  place.next<S>();
+}
+
+}  // namespace paceline::cuda::prefill
