@@ -154,9 +154,10 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         """Makes an item of the chunks of a feed, which has some. Sets `_is_done` with the last."""
 
     def _close(self) -> None:
-        self._is_done = True
+        # A request whose last item was taken has ended, and nothing knows it any more.
+        is_open, self._is_done = not self._is_done, True
         self._owner = None
-        if self._feed is not None:
+        if is_open and self._feed is not None:
             self._session.cancel_feed(self._feed)
 
     async def aclose(self) -> None:

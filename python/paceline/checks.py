@@ -98,6 +98,9 @@ def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
     Raises:
         ValueError: It is not an integer, or out of range.
     """
+    # Each request of a server has a dozen of them.
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return value
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     try:
         if isinstance(value, bool):

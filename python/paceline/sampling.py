@@ -235,7 +235,9 @@ def _check_number(
     name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]
 ) -> float:
     """Checks a number both exactly and as the 32-bit float that the engine uses."""
-    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+    # numbers.Real takes long to ask.
+    is_number = type(value) in (float, int) or isinstance(value, numbers.Real)
+    if is_number and not isinstance(value, bool):
         try:
             number = float(value)
             (rounded,) = struct.unpack("<f", struct.pack("<f", number))
@@ -249,7 +251,7 @@ def _check_number(
 
 def _check_temperature(value: Any) -> float:
     # A number that only rounds to 0 would silently become greedy.
-    is_zero = isinstance(value, numbers.Real) and value == 0
+    is_zero = type(value) in (float, int) and value == 0
     return _check_number(
         "temperature",
         value,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -15,6 +16,7 @@ import pytest
 
 from paceline import LLM, DeviceError
 from paceline.request import Request
+from paceline.server.run import _Corked
 from running_server import JSON, RunningServer, read_events
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -272,3 +274,50 @@ def read_events_after(first: bytes, response: http.client.HTTPResponse) -> Itera
     assert response.readline() == b"\n"
     yield json.loads(first[6:])
     yield from read_events(response)
+
+
+def test_a_fault_of_ours_is_one_request_s_and_is_logged(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.server.app.read_completion", fails)
+        status, answer = server.ask(COMPLETIONS, {"prompt": "a"})
+    assert status == 500 and "internal error: KeyError" in answer["error"]["message"]
+    assert "/v1/completions failed" in caplog.text and "fails" in caplog.text
+    server.result(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+
+
+def test_what_is_written_in_one_turn_of_the_loop_is_sent_at_once() -> None:
+    class Transport:
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+            self.is_closed = False
+
+        def write(self, data: bytes) -> None:
+            self.sent.append(data)
+
+        def close(self) -> None:
+            self.is_closed = True
+
+        def is_closing(self) -> bool:
+            return self.is_closed
+
+    async def main() -> None:
+        transport = Transport()
+        corked = _Corked(transport, asyncio.get_running_loop())
+        corked.write(b"a")
+        corked.write(b"b")
+        assert transport.sent == [] and not corked.is_closing()
+        await asyncio.sleep(0)
+        assert transport.sent == [b"ab"]
+        corked.write(b"c")
+        corked.close()
+        assert transport.sent == [b"ab", b"c"] and corked.is_closing()
+        corked.write(b"d")
+        await asyncio.sleep(0)
+        assert transport.sent == [b"ab", b"c"]
+
+    asyncio.run(main())

@@ -208,9 +208,14 @@ def read_completion(
     num_of_prompt = fields.take("prompt_logprobs")
     if echoes and num_of_prompt is None:
         num_of_prompt = num_logprobs
-    default = dataclasses.replace(default, structured_outputs=take_structured(fields))
-    wishes = _wishes(fields, default, num_logprobs, prompt_logprobs=num_of_prompt)
-    wishes = dataclasses.replace(wishes, echoes=echoes)
+    wishes = _wishes(
+        fields,
+        default,
+        num_logprobs,
+        echoes=echoes,
+        structured_outputs=take_structured(fields),
+        prompt_logprobs=num_of_prompt,
+    )
     if echoes and wishes.is_streamed:
         raise refusal("echo is true and stream is too; allowed: one of them", "echo")
     fields.finish(COMPLETION_FIELDS, _REFUSED_IN_COMPLETIONS)
@@ -409,8 +414,17 @@ def choose_parser(
 
 
 def _wishes(
-    fields: Fields, default: SamplingParams, num_logprobs: int | None, **given: Any
+    fields: Fields,
+    default: SamplingParams,
+    num_logprobs: int | None,
+    *,
+    echoes: bool = False,
+    **given: Any,
 ) -> Wishes:
+    """Takes the sampling parameters and what is common to all routes.
+
+    `given` has parameters that the caller has taken; None = those of `default` hold.
+    """
     given["num_speculative_tokens"] = take_speculative(fields)
     given["return_token_sources"] = fields.take_bool("return_token_sources")
     parameters = fields.take_sampling(SAMPLING) | {
@@ -435,6 +449,7 @@ def _wishes(
     take_user(fields)
     return Wishes(
         params=params,
+        echoes=echoes,
         is_streamed=is_streamed,
         includes_usage=includes_usage,
         has_continuous_usage=has_continuous_usage,

@@ -169,6 +169,33 @@ class _Uvicorn(uvicorn.Server):
         self._on_ready()
 
 
+class _Corked:
+    """A transport that sends what is written in one turn of the event loop at once: the parts of a
+    response come one by one, and each would be a packet and a call of the system."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def _flush(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+
 def _protocol_class(read_timeout_s: float) -> type[asyncio.Protocol]:
     """A protocol that closes connections on which the headers of a request take too long."""
 
@@ -176,7 +203,8 @@ def _protocol_class(read_timeout_s: float) -> type[asyncio.Protocol]:
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            corked: Any = _Corked(transport, self.loop)
+            super().connection_made(corked)
             self._wait_for_headers()
 
         def data_received(self, data: bytes) -> None:
