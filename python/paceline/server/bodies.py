@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import gc
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, Final, NoReturn
 
 from paceline.checks import check_text, shorten
@@ -210,6 +211,17 @@ class Fields:
             # `1 == True`, but they are different values of JSON.
             if not any(value == one and type(value) is type(one) for one in neutral):
                 raise refusal(f"{name} is not supported: {advice}", name)
+
+
+@contextlib.contextmanager
+def inside(name: str) -> Iterator[None]:
+    """Names the field whose object is read in errors about its members."""
+    try:
+        yield
+    except ApiError as error:
+        raise refusal(f"{name}: {error.message}", name) from None
+    except ValueError as error:
+        raise refusal(f"{name}: {error}", name) from None
 
 
 def _token_id(key: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from paceline.checks import check_int, shorten
 from paceline.limits import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from paceline.sampling import SamplingParams
-from paceline.server.bodies import Fields
+from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
 from paceline.server.formats import FORMATS, Format, Parser
 from paceline.server.structured import (
@@ -443,9 +443,10 @@ def _wishes(
             "stream_options",
         )
     shown = Fields(options or {})
-    has_continuous_usage = shown.take_bool("continuous_usage_stats")
-    includes_usage = shown.take_bool("include_usage")
-    shown.finish(("include_usage", "continuous_usage_stats"), {})
+    with inside("stream_options"):
+        has_continuous_usage = shown.take_bool("continuous_usage_stats")
+        includes_usage = shown.take_bool("include_usage")
+        shown.finish(("include_usage", "continuous_usage_stats"), {})
     take_user(fields)
     return Wishes(
         params=params,
@@ -461,11 +462,12 @@ def _wishes(
 def take_speculative(fields: Fields) -> int | None:
     """Takes how many drafts a request has at most; None = as many as the engine makes."""
     given = Fields(fields.take_object("speculative") or {})
-    is_enabled = given.take_bool("enabled", True)
-    most = given.take("num_speculative_tokens")
-    if most is not None:
-        most = check_int("num_speculative_tokens", most, 0, MAX_SPECULATIVE_TOKENS)
-    given.finish(("enabled", "num_speculative_tokens"), {})
+    with inside("speculative"):
+        is_enabled = given.take_bool("enabled", True)
+        most = given.take("num_speculative_tokens")
+        if most is not None:
+            most = check_int("num_speculative_tokens", most, 0, MAX_SPECULATIVE_TOKENS)
+        given.finish(("enabled", "num_speculative_tokens"), {})
     return most if is_enabled else 0
 
 
