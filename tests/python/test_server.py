@@ -307,7 +307,9 @@ def test_a_request_may_have_fewer_drafts(path: str, server: RunningServer) -> No
         (False, "speculative is False; allowed: an object"),
     ):
         status, answer = server.ask(path, body | {"speculative": given})
-        assert status == 400 and answer["error"]["message"].startswith(message), answer
+        assert status == 400 and answer["error"]["param"] == "speculative"
+        said = answer["error"]["message"].removeprefix("speculative: ")
+        assert said.startswith(message), answer
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])

@@ -18,6 +18,8 @@ _TYPES: Final = {
     429: "rate_limit_error",
 }
 _MAX_MESSAGE: Final = 2000
+# The fields that have parameters of other names.
+_FIELDS: Final = {"num_speculative_tokens": "speculative"}
 
 
 class ApiError(Exception):
@@ -104,4 +106,4 @@ def _param_of(message: str) -> str | None:
     """The field that a message of the package begins with; such messages are "NAME is ..."."""
     message = message.removeprefix("the prompt of ")  # that is, of messages
     found = re.match(r"([a-z]\w*)(\[['\w]+\])* (is|has|and|are) ", message)
-    return None if found is None else found[1]
+    return None if found is None else _FIELDS.get(found[1], found[1])
