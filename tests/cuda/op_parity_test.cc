@@ -3,9 +3,7 @@
 // The CUDA ops against the CPU ops, which are the specification, on the whole op table; and the
 // property that the runtime relies on, bit for bit on the GPU: a row's bits depend only on that
 // row's inputs. PACELINE_SEED overrides the seed; failures print it.
-//
-// PACELINE_DEVICE_ONLY=1 leaves out the CPU op, which takes most of the time, for
-// compute-sanitizer.
+// PACELINE_DEVICE_ONLY=1 leaves out the CPU op, for compute-sanitizer.
 
 #include <gtest/gtest.h>
 
