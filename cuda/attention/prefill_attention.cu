@@ -7,6 +7,7 @@
 
 #include "attention/prefill_kernel.cuh"
 #include "common/launch.cuh"
+#include "gemm/tensor_map.h"
 
 namespace paceline::cuda {
 namespace {
@@ -17,6 +18,21 @@ constexpr int32_t kMinRows = 32;
 // Warpgroups with 64 packed rows each; with heads of 256 elements there is room for two.
 constexpr int32_t kGroups = 3;
 constexpr int32_t kWideGroups = 2;
+
+prefill::KvMaps maps_of(const PagedAttentionParams& p) {
+  prefill::KvMaps maps = {};
+  // Boxes begin at multiples of 1,024 bytes, and a chunk has whole ones.
+  const int32_t size = p.kv.block_size;
+  if (size % kAttentionChunk != 0 && (size % 8 != 0 || kAttentionChunk % size != 0)) return maps;
+  maps.box_tokens = std::min(size, kAttentionChunk);
+  const auto map = [&](int64_t offset) {
+    return paged_map(p.kv.base + offset, p.kv.block_bytes, size, p.num_kv_heads, p.head_dim,
+                     maps.box_tokens);
+  };
+  maps.keys = map(p.kv.k_offset);
+  maps.values = map(p.kv.v_offset);
+  return maps;
+}
 
 template <class S>
 void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p, int32_t min_rows) {
@@ -33,7 +49,7 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p, int3
   const int64_t tiles =
       std::min(max_seqs * tiles_per_seq, p.max_rows * heads_per_group / S::kRows + max_seqs);
   launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(tiles * p.num_kv_heads)), dim3(S::kThreads),
-         S::kSharedBytes, p, min_rows);
+         S::kSharedBytes, p, maps_of(p), min_rows);
 }
 
 template <bool kHasCap>

@@ -144,14 +144,15 @@ __device__ __forceinline__ void make_weights(const Scores& s, const bool (&sees)
     float sums[4];
 #pragma unroll
     for (int32_t quarter = 0; quarter < 4; ++quarter) {
-      float sum = 0.0f;
+      float sum;
 #pragma unroll
       for (int32_t j = 4 * quarter; j < 4 * quarter + 4; ++j) {
         const float p0 = exp2_approx(__fsub_rn(s[4 * j + 2 * half], subtract));
         const float p1 = exp2_approx(__fsub_rn(s[4 * j + 2 * half + 1], subtract));
         // As a word, since the compiler takes halves apart and puts them together again.
         const uint32_t pair = pack_bf16(p0, p1);
-        sum = __fadd_rn(sum, __uint_as_float(pair << 16));
+        const float low = __uint_as_float(pair << 16);
+        sum = j == 4 * quarter ? low : __fadd_rn(sum, low);  // 0 + low is low
         sum = __fadd_rn(sum, __uint_as_float(pair & 0xFFFF0000u));
         p[2 * j + half] = pair;
       }

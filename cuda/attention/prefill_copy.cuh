@@ -8,7 +8,6 @@
 
 #include <cstdint>
 
-#include "attention/paged_attention_loader.cuh"
 #include "attention/paged_attention_rows.cuh"
 #include "attention/prefill_shape.cuh"
 #include "common/mma.cuh"
@@ -42,7 +41,7 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int3
   fence_shared_for_wgmma();
 }
 
-// A warp's part of the copies: 32 keys of each slice.
+// A copying warp's view of the ring. With cp.async, it copies 32 keys of each slice.
 template <class S>
 class Copier {
  public:
@@ -57,13 +56,29 @@ class Copier {
     }
     return ring_.at(to_.slot);
   }
+  // The copies to the slot are begun, with cp.async.
   __device__ __forceinline__ void commit() {
     cp_async_commit();
+    if (num_pending_ == 0) oldest_ = to_;
     to_.template next<S>();
     if (++num_pending_ > S::kSlicesAhead) {
       cp_async_wait<S::kSlicesAhead>();
       announce();
     }
+  }
+  // The copy engine fills the slot: each of the first num_boxes lanes of warp 0 asks for one box.
+  template <class Copy>
+  __device__ __forceinline__ void fill_slot(uint32_t slot, int32_t num_boxes, const Copy& copy) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    uint64_t* const full = &ring_.full[to_.slot];
+    if (threadIdx.x < 32) {
+      if (lane == 0) barrier_expect(full, kSliceBytes);
+      __syncwarp();
+      if (lane < num_boxes) copy(slot, full);
+    } else if (lane == 0) {
+      barrier_arrive(full);
+    }
+    to_.template next<S>();
   }
   __device__ __forceinline__ void announce_all() {
     cp_async_wait<0>();
@@ -86,26 +101,75 @@ class Copier {
   int32_t num_pending_ = 0;
 };
 
-// Copies all chunks: of each the slices of K, then those of V.
+// Copies a warp's 32 keys of a slice, zeros for those that no row sees (offset -1). Neighbouring
+// lanes take neighbouring units of a key.
+__device__ __forceinline__ void copy_keys(uint32_t slot, const std::byte* from, int64_t offset) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t unit = thread % 8;
+#pragma unroll 1  // more at once would take registers that there are not
+  for (int32_t i = 0; i < 32; i += 4) {
+    const int32_t key = i + thread % 32 / 8;
+    const int64_t at = __shfl_sync(kFullWarp, offset, key);
+    cp_async_16(slot + paged::swizzled(thread / 32 * 32 + key, unit, 8),
+                at >= 0 ? from + at + unit * 16 : from, at >= 0);
+  }
+}
+
+// The keys and the values of a layer's cache, to the copy engine.
+struct KvMaps {
+  CUtensorMap keys;
+  CUtensorMap values;
+  int32_t box_tokens;  // 0: the copy engine cannot copy blocks of this size
+};
+
+// Copies all chunks: of each the slices of K, then those of V. Chunks with keys that no row of the
+// tile sees are copied with cp.async, since those keys must not be read.
 template <class S>
-__device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, int32_t kv_head,
-                                            const paged::TileKeys& keys, int32_t first_chunk,
-                                            int32_t end_chunk, const Ring& ring) {
-  paged::SliceLoader<8> loader(p, kv_head, p.block_table + keys.seq_slot * p.block_table_stride,
-                               keys.begin, keys.end);
+__device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const KvMaps& maps,
+                                            int32_t kv_head, const paged::TileKeys& keys,
+                                            int32_t first_chunk, int32_t end_chunk,
+                                            const Ring& ring) {
+  const int32_t* const blocks = p.block_table + keys.seq_slot * p.block_table_stride;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t num_boxes = maps.box_tokens > 0 ? kChunk / maps.box_tokens : 0;
   Copier<S> copier(ring);
-  loader.look_up(first_chunk);
 #pragma unroll 1
   for (int32_t chunk = first_chunk; chunk < end_chunk; ++chunk) {
-    loader.enter();
-    loader.look_up(chunk + 1);
+    const int32_t first_key = chunk * kChunk;
+    if (num_boxes > 0 && first_key >= keys.begin && first_key + kChunk <= keys.end) {
+      const int32_t key = first_key + min(lane, num_boxes - 1) * maps.box_tokens;
+      const int32_t index = key / p.kv.block_size;
+      const int32_t token = key - index * p.kv.block_size;
+      const int32_t block = blocks[index];
 #pragma unroll 1
-    for (int32_t item = 0; item < 2 * S::kSlices; ++item) {
-      const bool is_value = item >= S::kSlices;
-      const int32_t slice = is_value ? item - S::kSlices : item;
-      const uint32_t to = copier.next_slot();
-      loader.copy(to, (is_value ? p.kv.v_offset : p.kv.k_offset) + slice * 128);
-      copier.commit();
+      for (int32_t item = 0; item < 2 * S::kSlices; ++item) {
+        const bool is_value = item >= S::kSlices;
+        const int32_t slice = is_value ? item - S::kSlices : item;
+        copier.fill_slot(copier.next_slot(), num_boxes, [&](uint32_t slot, uint64_t* full) {
+          copy_box(slot + static_cast<uint32_t>(lane * maps.box_tokens * 128),
+                   is_value ? &maps.values : &maps.keys, slice * kSliceColumns, kv_head, token,
+                   block, full);
+        });
+      }
+      copier.announce_all();
+    } else {
+      // Each lane has the location of one of its warp's 32 keys.
+      const int32_t key = first_key + static_cast<int32_t>(threadIdx.x);
+      int64_t offset = -1;
+      if (key >= keys.begin && key < keys.end) {
+        const int32_t index = key / p.kv.block_size;
+        offset = blocks[index] * p.kv.block_bytes +
+                 int64_t{key - index * p.kv.block_size} * p.num_kv_heads * S::kHeadDim * 2;
+      }
+#pragma unroll 1
+      for (int32_t item = 0; item < 2 * S::kSlices; ++item) {
+        const bool is_value = item >= S::kSlices;
+        const int32_t slice = is_value ? item - S::kSlices : item;
+        const std::byte* const from = p.kv.base + (is_value ? p.kv.v_offset : p.kv.k_offset) +
+                                      kv_head * (S::kHeadDim * 2) + slice * 128;
+        copy_keys(copier.next_slot(), from, offset);
+        copier.commit();
+      }
     }
   }
   copier.announce_all();

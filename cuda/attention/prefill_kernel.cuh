@@ -105,13 +105,22 @@ __device__ __forceinline__ void merge_sums(const RowsOfChunk& of_chunk, const fl
     }
   }
 }
+// Where no maximum of the warp's rows has changed, the factor of the running values is exactly 1.
 __device__ __forceinline__ void merge_values(const RowsOfChunk& of_chunk,
                                              const MergeWeights (&merge)[2], const SliceValues& o,
                                              SliceValues& values) {
+  const bool (&sees)[2] = of_chunk.sees;
+  if (__all_sync(kFullWarp, sees[0] && sees[1] && merge[0].keep == 1.0f && merge[1].keep == 1.0f)) {
+#pragma unroll
+    for (int32_t i = 0; i < kSliceColumns / 2; ++i) {
+      values[i] = __fmaf_rn(o[i], merge[i / 2 % 2].take, values[i]);
+    }
+    return;
+  }
 #pragma unroll
   for (int32_t i = 0; i < kSliceColumns / 2; ++i) {
     const float merged = merge_value(values[i], o[i], merge[i / 2 % 2]);
-    values[i] = of_chunk.sees[i / 2 % 2] ? merged : values[i];
+    values[i] = sees[i / 2 % 2] ? merged : values[i];
   }
 }
 
@@ -203,7 +212,8 @@ __device__ __forceinline__ void attend(const paged::TileOutput<S>& output, const
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    prefill_attention_kernel(const __grid_constant__ PagedAttentionParams p, int32_t min_rows) {
+    prefill_attention_kernel(const __grid_constant__ PagedAttentionParams p,
+                             const __grid_constant__ KvMaps maps, int32_t min_rows) {
   extern __shared__ std::byte storage[];
   __shared__ int32_t row_begin[S::kRows];
   __shared__ int32_t row_end[S::kRows];
@@ -218,6 +228,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     barrier_init(&full[thread], kCopyWarps);
     barrier_init(&empty[thread], 4 * S::kGroups);
   }
+  barrier_init_fence();
   let_successor_start();
   wait_for_predecessor();
 
@@ -244,7 +255,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (thread < 128) {
     give_registers<S::kCopyRegisters>();
     output.zero_inert_rows();
-    if (is_live) copy_chunks<S>(p, kv_head, keys, first_chunk, end_chunk, ring);
+    if (is_live) copy_chunks<S>(p, maps, kv_head, keys, first_chunk, end_chunk, ring);
   } else {
     take_registers<S::kRegisters>();
     if (!is_live) return;

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <limits>
 
 #include "base/check.h"
 #include "common/status.h"
@@ -65,6 +66,20 @@ CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t
                    {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(stride)},
                    {static_cast<cuuint32_t>(box_bytes), static_cast<cuuint32_t>(box_rows), 1},
                    box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+CUtensorMap paged_map(const void* data, int64_t block_bytes, int32_t block_size, int32_t heads,
+                      int32_t head_dim, int32_t box_tokens) {
+  constexpr cuuint32_t kBoxColumns = 64;
+  constexpr cuuint64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
+  const cuuint64_t head_bytes = static_cast<cuuint64_t>(head_dim) * 2;
+  return encode<4>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data,
+                   {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
+                    static_cast<cuuint64_t>(block_size), kMaxBlocks},
+                   {head_bytes, head_bytes * static_cast<cuuint64_t>(heads),
+                    static_cast<cuuint64_t>(block_bytes)},
+                   {kBoxColumns, 1, static_cast<cuuint32_t>(box_tokens), 1},
+                   CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 }  // namespace paceline::cuda

@@ -18,4 +18,11 @@ CUtensorMap tensor_map(const void* data, int32_t rows, int32_t columns, int64_t 
 CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
                      int64_t row_bytes, int32_t box_rows, int32_t box_bytes);
 
+// Describes the keys, or the values, of a paged cache in bfloat16: from `data` on, blocks lie
+// block_bytes apart, each with block_size tokens of [heads, head_dim]. The copy engine copies
+// box_tokens x 64 elements of one head as rows of 128 bytes in the 128-byte swizzle. The number of
+// blocks is not known here, so nothing checks it.
+CUtensorMap paged_map(const void* data, int64_t block_bytes, int32_t block_size, int32_t heads,
+                      int32_t head_dim, int32_t box_tokens);
+
 }  // namespace paceline::cuda

@@ -124,6 +124,17 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32
       : "memory");
 }
 
+// Copies the box at (column, head, token, block) of a four-dimensional map.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int32_t column,
+                                         int32_t head, int32_t token, int32_t block,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(column), "r"(head), "r"(token), "r"(block), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Orders this thread's earlier writes to shared memory (cp.async that has completed, too) before
 // what the tensor cores read: they access it through another proxy.
 __device__ __forceinline__ void fence_shared_for_wgmma() {
