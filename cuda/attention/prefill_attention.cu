@@ -81,7 +81,9 @@ int32_t prefill_min_rows(const CudaContext& ctx, const PagedAttentionParams& p) 
   const int64_t rows =
       std::max<int64_t>(p.max_rows_per_seq, p.max_rows - int64_t{p.max_seqs} * (min_rows - 1));
   const int64_t blocks = rows * p.num_qo_heads / tile_rows;
-  return blocks * 10 >= int64_t{ctx.num_sms} * 3 ? min_rows : 0;
+  // Other sequences cost a second launch, which waits for this one; estimated at 20 us.
+  const int64_t tenths = p.max_seqs == 1 ? 3 : 10;
+  return blocks * 10 >= ctx.num_sms * tenths ? min_rows : 0;
 }
 
 void prefill_attention(CudaContext& ctx, const char* name, const PagedAttentionParams& p,
