@@ -75,9 +75,9 @@ struct Packing<PackedKind::kMxfp4> {
     const uint32_t a1 = spread(high[0]);
     const uint32_t a2 = spread(low[4]);
     const uint32_t a3 = spread(high[4]);
-    return (a0 & kSign) << 12 | (a0 & kRest) << 6 | (a1 & kSign) << 9 | (a1 & kRest) << 3 |
-           (a2 & kSign) << 6 | (a2 & kRest) | (a3 & (kSign | 0x00040004u)) << 11 |
-           (a3 & 0x00030003u) << 10;
+    return (a0 & kSign) << 12 | (a0 & kRest) << 6 | __byte_perm(a1 & kSign, 0, 0x1032) |
+           (a1 & kRest) << 10 | (a2 & kSign) << 6 | (a2 & kRest) | (a3 & kSign) << 10 |
+           (a3 & 0x00040004u) << 12 | (a3 & 0x00030003u) << 4;
   }
 
  private:

@@ -4,8 +4,8 @@
 // Products y = x W_e^T of few rows with packed weights of 4 or 8 bits, e being the expert of the
 // rows. Such a product is bound by reading weights and by converting them.
 //
-// Every warp computes 16 or 32 rows of weights with all tokens of its block, by `mma.sync`. Each
-// output is the sum that gemm_kernel.cuh computes: K in steps of 16, ascending, in one float32
+// Every warp computes 16 rows of weights with all tokens of its block, by `mma.sync`. Each output
+// is the sum that gemm_kernel.cuh computes: K in steps of 16, ascending, in one float32
 // accumulator; so the bits are equal.
 //
 // - A lane copies the weights that it will convert into shared memory of its own (`cp.async`), four
@@ -32,25 +32,24 @@
 
 namespace paceline::cuda {
 
-// `warps` of 16 * row_tiles rows of weights by at most 8 * token_tiles tokens.
-template <WeightFormat format, int32_t row_tiles, int32_t token_tiles, int32_t warps,
-          int32_t chunk_slots = 2>
+// `warps` of 16 rows of weights by at most 8 * token_tiles tokens.
+template <WeightFormat format, int32_t token_tiles, int32_t warps, int32_t chunk_slots = 2>
 struct NarrowShape {
   static constexpr WeightFormat kFormat = format;
-  static constexpr int32_t kRowTiles = row_tiles;
+  static constexpr int32_t kRowTiles = 1;
   static constexpr int32_t kTokenTiles = token_tiles;
   static constexpr int32_t kThreads = 32 * warps;
   static constexpr int32_t kTokens = 8 * token_tiles;
-  static constexpr int32_t kWarpRows = kPackedRows * row_tiles;
+  static constexpr int32_t kWarpRows = kPackedRows;
   static constexpr int32_t kRows = kWarpRows * warps;
 
-  // A group is what a warp requests and waits for at once: two packed tiles along k of each of its
-  // row tiles, which are 128 columns. It holds one group in registers, and four are in flight.
+  // A group is what a warp requests and waits for at once: two packed tiles along k, which are 128
+  // columns. It holds one group in registers, and four are in flight.
   static constexpr int32_t kTileBytes = packed_tile_bytes(format);
   static constexpr bool kHasScaleBytes = format == WeightFormat::kMxfp4;
   // Every lane has its own copy of the word of scales that lanes with the same rows share.
   static constexpr int32_t kSlotTileBytes = kTileBytes + (kHasScaleBytes ? 128 : 0);
-  static constexpr int32_t kSlotBytes = 2 * row_tiles * kSlotTileBytes;
+  static constexpr int32_t kSlotBytes = 2 * kSlotTileBytes;
   static constexpr int32_t kSlots = 4;
   static constexpr int32_t kGroupStep = 1;  // from one group of a warp to its next
 

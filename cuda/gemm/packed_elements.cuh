@@ -77,10 +77,9 @@ struct PackedElements<WeightFormat::kMxfp4> {
                                                  uint32_t (&a)[4]) {
     constexpr uint32_t kMask = 0x81c081c0u;
     a[0] = multiply_pair<false, kIsTwice>(word & kMask, by);
-    a[1] = multiply_pair<true, kIsTwice>((word << 3) & kMask, by);
+    a[1] = multiply_pair<true, kIsTwice>(__funnelshift_r(word, word, 4) & kMask, by);
     a[2] = multiply_pair<false, kIsTwice>((word << 6) & kMask, by);
-    const uint32_t rest =
-        ((word << 1) & 0x80008000u) | ((word >> 5) & 0x01000100u) | ((word >> 4) & 0x00c000c0u);
+    const uint32_t rest = ((word << 2) & 0x80c080c0u) | ((word >> 6) & 0x01000100u);
     a[3] = multiply_pair<true, kIsTwice>(rest, by);
   }
 };

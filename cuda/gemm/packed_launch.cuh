@@ -11,6 +11,7 @@
 
 #include "gemm/expert_launch.cuh"
 #include "gemm/matrix_kernel.cuh"
+#include "gemm/mxfp4_kernel.cuh"
 #include "gemm/narrow_kernel.cuh"
 #include "gemm/parts_kernel.cuh"
 #include "gemm/split_kernel.cuh"
@@ -85,6 +86,14 @@ void launch_narrow(CudaContext& ctx, const ExpertGemmParams& p, const ProductCal
 }
 
 template <class Shape>
+void launch_mxfp4(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
+  constexpr auto kernel = &mxfp4_gemm_kernel<Shape>;
+  allow_packed_bytes<kernel>(Shape::kSharedBytes);
+  launch_packed(ctx, p, call, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+                Shape::kSharedBytes);
+}
+
+template <class Shape>
 void launch_split(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   constexpr auto kernel = &split_gemm_kernel<Shape>;
   allow_packed_bytes<kernel>(Shape::kSharedBytes);
@@ -138,7 +147,6 @@ inline int64_t row_tiles_per_sm(const CudaContext& ctx, const ExpertGemmParams& 
 // At most 16 rows, or in a mixture twice the mean of an expert's rows.
 template <WeightFormat format, bool kHasTileSums>
 void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
-  constexpr bool kIsMxfp4 = format == WeightFormat::kMxfp4;
   const int64_t row_tiles = row_tiles_per_sm(ctx, p);
   const bool is_narrow = rows_to_expect(p) <= 8;
   // Few warps on a multiprocessor are bound by the latency of their own instructions.
@@ -154,17 +162,19 @@ void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductC
                        : launch_split<SplitShape<format, 2, 2>>(ctx, p, call);
     }
   }
-  if (!is_narrow) {
-    using Shape = NarrowShape<format, kIsMxfp4 ? 2 : 1, 2, 4>;
-    return launch_narrow<Shape, kHasTileSums>(ctx, p, call);
+  if constexpr (format == WeightFormat::kMxfp4) {
+    if (!is_narrow) return launch_mxfp4<Mxfp4Shape<2, 2, 4, 4>>(ctx, p, call);
+    // Where few warps share a multiprocessor, more of them with 16 rows each are faster.
+    if (row_tiles >= 64 || rows_to_expect(p) >= 4) {
+      return launch_mxfp4<Mxfp4Shape<2, 1, 4, 5>>(ctx, p, call);
+    }
+  } else if (!is_narrow) {
+    return launch_narrow<NarrowShape<format, 2, 4>, kHasTileSums>(ctx, p, call);
   }
   if (row_tiles < 16) {
-    return launch_narrow<NarrowShape<format, 1, 1, 2>, kHasTileSums>(ctx, p, call);
+    return launch_narrow<NarrowShape<format, 1, 2>, kHasTileSums>(ctx, p, call);
   }
-  if (kIsMxfp4 && row_tiles >= 64) {
-    return launch_narrow<NarrowShape<format, kIsMxfp4 ? 2 : 1, 1, 4>, kHasTileSums>(ctx, p, call);
-  }
-  launch_narrow<NarrowShape<format, 1, 1, 4>, kHasTileSums>(ctx, p, call);
+  launch_narrow<NarrowShape<format, 1, 4>, kHasTileSums>(ctx, p, call);
 }
 
 // Launches a product of packed weights.

@@ -17,9 +17,11 @@
 // kMxfp4: a tile has 512 bytes, of which lane l has 16 at 16 l: a word for each of the four steps,
 // with
 //   a0: sign 15, exponent 8..7, mantissa 6
-//   a1: sign 12, exponent 5..4, mantissa 3
+//   a1: exponent 12..11, mantissa 10; the sign is bit 3 of the other half
 //   a2: sign 9, exponent 2..1, mantissa 0
-//   a3: sign 14, exponent 13 and 11, mantissa 10
+//   a3: sign 13, exponent 14 and 5, mantissa 4
+// No other order of the bits needs fewer instructions: shifts by three distances cannot cover a
+// half.
 // Its scales have 32 bytes a tile, [8][4]: for each g the bytes of row g and row g + 8 for the
 // first 32 columns, then for the last 32.
 //

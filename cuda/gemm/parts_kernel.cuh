@@ -22,8 +22,8 @@ namespace paceline::cuda {
 
 // 16 rows of weights by at most 8 * token_tiles tokens.
 template <int32_t token_tiles>
-struct PartsShape : NarrowShape<WeightFormat::kFp8, 1, token_tiles, 4, 4> {
-  using Base = NarrowShape<WeightFormat::kFp8, 1, token_tiles, 4, 4>;
+struct PartsShape : NarrowShape<WeightFormat::kFp8, token_tiles, 4, 4> {
+  using Base = NarrowShape<WeightFormat::kFp8, token_tiles, 4, 4>;
   static constexpr int32_t kWarps = 4;
   static constexpr int32_t kRows = kPackedRows;
   static constexpr int32_t kGroupStep = kWarps;

@@ -413,10 +413,11 @@ TEST(PackedReference, HasTheDocumentedBits) {
     return testing::packed(PackedKind::kFp8, rows, 64);
   };
   EXPECT_EQ(word_at(mxfp4(0, 0, 15), 0), 0x81c0u);                // a0 of lane 0
-  EXPECT_EQ(word_at(mxfp4(9, 23, 15), 7 * 4 + 1), 0x10380000u);   // a1 of lane 7, step 1
+  EXPECT_EQ(word_at(mxfp4(9, 23, 15), 7 * 4 + 1), 0x1c000008u);   // a1 of lane 7, step 1
+  EXPECT_EQ(word_at(mxfp4(9, 22, 10), 7 * 4 + 1), 0x00080800u);   // a1: sign 19, exponent 01
   EXPECT_EQ(word_at(mxfp4(3, 40, 10), 12 * 4 + 2), 0x0202u);      // a2: sign 9, exponent 01
-  EXPECT_EQ(word_at(mxfp4(12, 63, 6), 19 * 4 + 3), 0x28000000u);  // a3: exponent 13 and 11
-  EXPECT_EQ(word_at(mxfp4(12, 63, 9), 19 * 4 + 3), 0x44000000u);  // a3: sign 14, mantissa 10
+  EXPECT_EQ(word_at(mxfp4(12, 63, 6), 19 * 4 + 3), 0x40200000u);  // a3: exponent 14 and 5
+  EXPECT_EQ(word_at(mxfp4(12, 63, 9), 19 * 4 + 3), 0x20100000u);  // a3: sign 13, mantissa 4
   EXPECT_EQ(word_at(fp8(8, 0, 0xff), 1), 0x87f0u);                // a1 of lane 0
   EXPECT_EQ(word_at(fp8(0, 41, 0x88), 128), 0x08080000u);         // a2: sign 11, exponent 0001
   EXPECT_EQ(word_at(fp8(5, 30, 0x77), 23 * 4 + 2), 0x7007u);      // a2: exponent 1110

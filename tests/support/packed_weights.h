@@ -16,59 +16,62 @@
 
 namespace paceline::testing {
 
-// The bits of the elements a0 to a3 (of kFp8 a0 and a2) in the half of a word, from the lowest bit
-// of an element up.
+// The bits of the elements a0 to a3 (of kFp8 a0 and a2) of an even column in a word, from the
+// lowest bit of an element up. Those of odd columns are 16 further on, modulo 32.
 inline constexpr std::array<std::array<int32_t, 4>, 4> kMxfp4Bits = {
-    {{6, 7, 8, 15}, {3, 4, 5, 12}, {0, 1, 2, 9}, {10, 11, 13, 14}}};
+    {{6, 7, 8, 15}, {10, 11, 12, 19}, {0, 1, 2, 9}, {4, 5, 14, 13}}};
 inline constexpr std::array<std::array<int32_t, 8>, 2> kFp8Bits = {
     {{4, 5, 6, 7, 8, 9, 10, 15}, {0, 1, 2, 3, 12, 13, 14, 11}}};
 
-// What the half of a word has of every value of an element.
-struct ElementHalves {
-  std::array<uint16_t, 256> of = {};
-  uint16_t mask = 0;
+// What a word has of every value of an element.
+struct ElementBits {
+  std::array<uint32_t, 256> of = {};
+  uint32_t mask = 0;
 
   template <size_t num_bits>
-  explicit constexpr ElementHalves(const std::array<int32_t, num_bits>& bits) {
+  constexpr ElementBits(const std::array<int32_t, num_bits>& bits, bool is_odd) {
     for (size_t value = 0; value < size_t{1} << num_bits; ++value) {
       for (size_t i = 0; i < num_bits; ++i) {
-        if ((value >> i & 1) != 0) of[value] = static_cast<uint16_t>(of[value] | 1 << bits[i]);
+        if ((value >> i & 1) != 0) of[value] |= uint32_t{1} << (bits[i] + (is_odd ? 16 : 0)) % 32;
       }
     }
     mask = of[(size_t{1} << num_bits) - 1];
   }
-  [[nodiscard]] int32_t value_of(uint16_t half) const {
-    return static_cast<int32_t>(
-        std::find(of.begin(), of.end(), static_cast<uint16_t>(half & mask)) - of.begin());
+  [[nodiscard]] int32_t value_of(uint32_t word) const {
+    return static_cast<int32_t>(std::find(of.begin(), of.end(), word & mask) - of.begin());
   }
 };
-inline constexpr std::array kMxfp4Halves = {
-    ElementHalves(kMxfp4Bits[0]), ElementHalves(kMxfp4Bits[1]), ElementHalves(kMxfp4Bits[2]),
-    ElementHalves(kMxfp4Bits[3])};
-inline constexpr std::array kFp8Halves = {ElementHalves(kFp8Bits[0]), ElementHalves(kFp8Bits[1])};
+template <size_t num_bits>
+constexpr std::array<ElementBits, 2> even_and_odd(const std::array<int32_t, num_bits>& bits) {
+  return {ElementBits(bits, false), ElementBits(bits, true)};
+}
+inline constexpr std::array kMxfp4Words = {even_and_odd(kMxfp4Bits[0]), even_and_odd(kMxfp4Bits[1]),
+                                           even_and_odd(kMxfp4Bits[2]),
+                                           even_and_odd(kMxfp4Bits[3])};
+inline constexpr std::array kFp8Words = {even_and_odd(kFp8Bits[0]), even_and_odd(kFp8Bits[1])};
 
-// A place in packed memory: the byte at which the half of a word begins, and what it has.
+// A place in packed memory: the byte at which a word begins, and what the word has.
 struct PackedPlace {
   int64_t at = 0;
-  const ElementHalves* halves = nullptr;
+  const ElementBits* bits = nullptr;
 };
 
 // Where the element of a row and column lies in a packed matrix of `cols` columns.
 inline PackedPlace packed_place(PackedKind kind, int64_t cols, int64_t row, int64_t col) {
   const int64_t tiles = (cols + 63) / 64;
   const int64_t tile = row / 16 * tiles + col / 64;
-  const auto r = static_cast<int32_t>(row % 16);
-  const auto c = static_cast<int32_t>(col % 64);
-  const int32_t step = c / 16;
+  const auto r = static_cast<size_t>(row % 16);
+  const auto c = static_cast<size_t>(col % 64);
+  const size_t step = c / 16;
   const bool is_late = c % 16 >= 8;  // a2 and a3
-  const int32_t lane = r % 8 * 4 + c % 8 / 2;
+  const size_t lane = r % 8 * 4 + c % 8 / 2;
   if (kind == PackedKind::kMxfp4) {
-    const int64_t word = tile * 128 + lane * 4 + step;
-    return {.at = word * 4 + c % 2 * 2,
-            .halves = &kMxfp4Halves[static_cast<size_t>(r / 8 + (is_late ? 2 : 0))]};
+    const int64_t word = tile * 128 + static_cast<int64_t>(lane * 4 + step);
+    return {.at = word * 4, .bits = &kMxfp4Words[r / 8 + (is_late ? 2 : 0)][c % 2]};
   }
-  const int64_t word = tile * 256 + step / 2 * 128 + lane * 4 + step % 2 * 2 + r / 8;
-  return {.at = word * 4 + c % 2 * 2, .halves = &kFp8Halves[is_late ? 1 : 0]};
+  const int64_t word =
+      tile * 256 + static_cast<int64_t>(step / 2 * 128 + lane * 4 + step % 2 * 2 + r / 8);
+  return {.at = word * 4, .bits = &kFp8Words[is_late ? 1 : 0][c % 2]};
 }
 
 // The byte of the scale of a row and of 32 columns, of which there are `cols`.
@@ -112,11 +115,10 @@ inline void pack_into(PackedKind kind, std::span<const uint8_t> from, int64_t ro
     const PackedPlace place =
         packed_place(kind, row_bytes * per_byte, first_row + row, byte * per_byte + half);
     const int32_t element = is_mxfp4 ? value >> (4 * half) & 15 : value;
-    uint16_t bits = 0;
-    std::memcpy(&bits, to.data() + place.at, sizeof(bits));
-    bits = static_cast<uint16_t>((bits & ~place.halves->mask) |
-                                 place.halves->of[static_cast<size_t>(element)]);
-    std::memcpy(to.data() + place.at, &bits, sizeof(bits));
+    uint32_t word = 0;
+    std::memcpy(&word, to.data() + place.at, sizeof(word));
+    word = (word & ~place.bits->mask) | place.bits->of[static_cast<size_t>(element)];
+    std::memcpy(to.data() + place.at, &word, sizeof(word));
   });
 }
 
@@ -139,9 +141,9 @@ inline std::vector<uint8_t> unpacked(PackedKind kind, std::span<const uint8_t> f
     }
     const int64_t per_byte = kind == PackedKind::kMxfp4 ? 2 : 1;
     const PackedPlace place = packed_place(kind, row_bytes * per_byte, row, byte * per_byte + half);
-    uint16_t bits = 0;
-    std::memcpy(&bits, from.data() + place.at, sizeof(bits));
-    const int32_t element = place.halves->value_of(bits);
+    uint32_t word = 0;
+    std::memcpy(&word, from.data() + place.at, sizeof(word));
+    const int32_t element = place.bits->value_of(word);
     out = static_cast<uint8_t>(out | element << (4 * half));
   });
   return to;
