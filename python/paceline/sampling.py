@@ -231,13 +231,16 @@ class SamplingParams:
         raise dataclasses.FrozenInstanceError(f"{name} cannot be deleted")
 
 
+def _is_real(value: Any) -> bool:
+    # numbers.Real takes long to ask.
+    return type(value) in (float, int) or isinstance(value, numbers.Real)
+
+
 def _check_number(
     name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]
 ) -> float:
     """Checks a number both exactly and as the 32-bit float that the engine uses."""
-    # numbers.Real takes long to ask.
-    is_number = type(value) in (float, int) or isinstance(value, numbers.Real)
-    if is_number and not isinstance(value, bool):
+    if _is_real(value) and not isinstance(value, bool):
         try:
             number = float(value)
             (rounded,) = struct.unpack("<f", struct.pack("<f", number))
@@ -251,7 +254,7 @@ def _check_number(
 
 def _check_temperature(value: Any) -> float:
     # A number that only rounds to 0 would silently become greedy.
-    is_zero = type(value) in (float, int) and value == 0
+    is_zero = _is_real(value) and value == 0
     return _check_number(
         "temperature",
         value,

@@ -32,6 +32,8 @@ def test_values_are_stored() -> None:
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
     assert SamplingParams(top_k=-1).top_k == SamplingParams(top_k=0).top_k == 0
     assert SamplingParams(top_p=np.float32(0.5)).top_p == 0.5
+    for zero in (np.float32(0), np.float64(0), np.int64(0)):
+        assert SamplingParams(temperature=zero).temperature == 0
     assert SamplingParams(logit_bias={9: 1, 2: -3.5}).logit_bias == ((2, -3.5), (9, 1.0))
     assert SamplingParams(bad_words=["a", [1, 2]]).bad_words == ("a", (1, 2))
     assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
