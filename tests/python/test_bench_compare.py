@@ -157,6 +157,12 @@ def test_refusals(
     assert message in capsys.readouterr().err
 
 
+def test_one_report_lacks_another(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare("a.json")
+    assert "the following arguments are required: B.json; see" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", "[1]", '{"rows": [{}]}', '{"rows": []}'])
 def test_a_file_that_is_no_report(
     content: str, store: Any, capsys: pytest.CaptureFixture[str]

@@ -37,7 +37,11 @@ def add_compare_parser(kinds: Any) -> argparse.ArgumentParser:
     parser.add_argument("a", metavar="A.json", help="a report of `latency`, `pairs` or `serve`")
     parser.add_argument("b", metavar="B.json", help="one of the same bench, to compare with it")
     parser.add_argument(
-        "more", metavar="MORE.json", nargs="*", help="reports of further turns: A, B, A, B, ..."
+        "more",
+        metavar="MORE.json",
+        nargs="*",
+        default=[],  # without a default, argparse names it where B.json is missing
+        help="reports of further turns: A, B, A, B, ...",
     )
     parser.add_argument(
         "--allow-different",
@@ -102,7 +106,7 @@ def _parse_allowed(text: str | None) -> list[str]:
     for name in names:
         if name not in FACTS:
             raise ValueError(
-                f"--allow-different is {shorten(text)}; allowed: a list of {quoted(tuple(FACTS))}"
+                f"--allow-different is {shorten(text)}; allowed: a list of {quoted(FACTS)}"
             )
     return names
 
@@ -121,8 +125,8 @@ def _check(reports: Sequence[Report], allowed: Sequence[str]) -> dict[str, list[
                 "one bench"
             )
     differing = {}
-    for name, fact in FACTS.items():
-        stated = {report.path: fact(report) for report in reports}
+    for name in FACTS:
+        stated = {report.path: report.facts[name] for report in reports}
         values = list(dict.fromkeys(value for value in stated.values() if value is not None))
         if len(values) < 2:
             continue

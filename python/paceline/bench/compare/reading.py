@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,9 @@ from typing import Any, Final
 from paceline.checks import shorten
 
 Figures = dict[str, list[float]]
+
+#: Facts that two reports must share, unless --allow-different names them.
+FACTS: Final = ("command", "machine")
 
 # Of each bench: the figures that are compared.
 _LATENCY: Final = ("iteration_ms", "output_tokens_per_s", "time_to_first_token_ms")
@@ -39,7 +42,7 @@ class Report:
     Attributes:
         path: Its file.
         kind: "latency", "pairs" or "serve".
-        facts: "command", without the options of output, and "machine"; None if it does not say.
+        facts: Those of FACTS, the command without the options of output; None if it does not say.
         date: When it was measured.
         rows: By the name of a row: a value of each round for each figure.
     """
@@ -160,10 +163,3 @@ def _figures(row: Mapping[str, Any], keys: tuple[str, ...]) -> Figures:
     if clock:
         figures[CLOCK] = [float(clock)]
     return {key: values for key, values in figures.items() if values}
-
-
-#: Facts that two reports must share, unless --allow-different names them.
-FACTS: Final[dict[str, Callable[[Report], str | None]]] = {
-    "command": lambda report: report.facts["command"],
-    "machine": lambda report: report.facts["machine"],
-}
