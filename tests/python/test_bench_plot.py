@@ -135,7 +135,7 @@ def test_without_matplotlib(
         (["latency", "--plot", "no/such/a.png"], 2, "--plot is 'no/such/a.png', but there is no"),
         (["plot", "no/such", "--out", "a.png"], 3, "no/such: No such file"),
         (["plot", "REPORT", "--out", "a.txt"], 2, "--out is 'a.txt'"),
-        (["plot", "REPORT", "--out", "a.png"], 2, "is not a report"),
+        (["plot", "REPORT", "--out", "a.png"], 2, "is not a report with rows"),
     ],
 )
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": []}', "[" * 99999])

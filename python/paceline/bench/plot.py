@@ -66,8 +66,9 @@ def read_report(path: str) -> dict[str, Any]:
         is_report = False
     if not is_report:
         raise ValueError(
-            f"{shorten(path, 200)} is not a report; allowed: a file that `paceline bench latency "
-            "--json FILE` or `paceline bench pairs --json FILE` wrote"
+            f"{shorten(path, 200)} is not a report with rows; allowed: a file that `paceline bench "
+            "latency --json FILE`, without --request-rate, or `paceline bench pairs --json FILE` "
+            "wrote"
         )
     result: dict[str, Any] = report
     return result
