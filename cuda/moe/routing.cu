@@ -11,6 +11,7 @@
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "moe/route_row.cuh"
+#include "moe/router_product.cuh"
 #include "moe/scored_row.cuh"
 #include "ops/moe.h"
 
@@ -228,6 +229,19 @@ __device__ __forceinline__ void sort_few_places(const SortExpertRowsParams& p,
   }
 }
 
+// A warp of the block chooses the experts of each row.
+template <class Router>
+__device__ __forceinline__ void choose_rows(const RouteAndSortParams& p, const Router& router,
+                                            int32_t num_rows, int32_t (&chosen)[kFewPlaces]) {
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t warp = thread / 32;
+  const int32_t top_k = p.sort.top_k;
+  if (warp >= p.route.max_rows) return;
+  const int32_t expert = router.route(p.route, warp);
+  const int32_t place = warp * top_k + thread % 32;
+  if (thread % 32 < top_k && warp < num_rows && place < kFewPlaces) chosen[place] = expert;
+}
+
 // Both for no more rows than warps.
 template <class Router>
 __global__ void __launch_bounds__(max_warps_of(Router::kLogitsPerLane) * 32)
@@ -239,20 +253,37 @@ __global__ void __launch_bounds__(max_warps_of(Router::kLogitsPerLane) * 32)
   if (thread < kFewPlaces) chosen[thread] = kMaxExperts;
   int32_t* const counts = cleared_counts(p.sort.num_experts);
   wait_for_predecessor();
-  const int32_t warp = thread / 32;
-  const int32_t top_k = p.sort.top_k;
   const int32_t num_rows = min(*p.sort.num_rows, p.sort.max_rows);
-  if (warp < p.route.max_rows) {
-    const int32_t expert = router.route(p.route, warp);
-    const int32_t place = warp * top_k + thread % 32;
-    if (thread % 32 < top_k && warp < num_rows && place < kFewPlaces) chosen[place] = expert;
-  }
+  choose_rows(p, router, num_rows, chosen);
   __syncthreads();  // the chosen experts are visible
-  if (num_rows * top_k <= kFewPlaces) {
+  if (num_rows * p.sort.top_k <= kFewPlaces) {
     sort_few_places(p.sort, chosen, num_rows);
   } else {
     sort_places(p.sort, counts);
   }
+}
+
+// All of run_router for few rows and experts. Its places are few enough to be sorted without
+// counts.
+template <class Router>
+__global__ void __launch_bounds__(kRouterThreads)
+    router_kernel(const __grid_constant__ RouteAndSortParams p,
+                  const __grid_constant__ GemmParams product) {
+  extern __shared__ __align__(128) std::byte storage[];
+  __shared__ __align__(16) int32_t chosen[kFewPlaces];
+  __shared__ uint64_t arrived;
+  let_successor_start();
+  const Router router(p.route);
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  if (thread < kFewPlaces) chosen[thread] = kMaxExperts;
+  request_router_weights(product, shared_address(storage), &arrived);
+  wait_for_predecessor();
+  const int32_t num_rows = min(*p.sort.num_rows, p.sort.max_rows);
+  compute_router_logits(product, shared_address(storage), &arrived);
+  __syncthreads();  // the logits are visible
+  choose_rows(p, router, num_rows, chosen);
+  __syncthreads();  // the chosen experts are visible
+  sort_few_places(p.sort, chosen, num_rows);
 }
 
 // As many warps as have room for their counts: 32 up to 341 experts, 8 for 1024.
@@ -293,6 +324,21 @@ void with_router(const RouteExpertsParams& p, Run run) {
   }
 }
 
+void launch_router(CudaContext& ctx, const RouterParams& p) {
+  check_params(p.route);
+  check_params(p.sort);
+  with_router(p.route, [&]<class Router>(std::type_identity<Router>) {
+    static const bool is_allowed = [] {
+      allow_shared_bytes(router_kernel<Router>, kMaxRouterBytes, "router");
+      return true;
+    }();
+    static_cast<void>(is_allowed);
+    launch(ctx, "router", router_kernel<Router>, dim3(1), dim3(kRouterThreads),
+           static_cast<size_t>(router_bytes(p.product)),
+           RouteAndSortParams{.route = p.route, .sort = p.sort}, p.product);
+  });
+}
+
 }  // namespace
 }  // namespace cuda
 
@@ -329,6 +375,10 @@ void route_and_sort(CudaContext& ctx, const RouteAndSortParams& p) {
 }
 
 void run_router(CudaContext& ctx, const RouterParams& p) {
+  using namespace cuda;
+  if (is_router_product(p.product) && p.route.max_rows * p.route.top_k <= kFewPlaces) {
+    return launch_router(ctx, p);
+  }
   gemm(ctx, p.product);
   route_and_sort(ctx, {.route = p.route, .sort = p.sort});
 }
