@@ -156,6 +156,10 @@ def test_a_cell_that_does_not_fit_is_left_out(
         (["--input-len", "9,0"], "input_len is '9,0'; allowed: integers of 1 or more"),
         (["--num-speculative-tokens", "0"], "allowed: integers from 1 to 16, for example 1,3,5,7"),
         (["--num-speculative-tokens", "2"], "there is no drafter"),
+        (
+            ["--input-len", "9,99999"],
+            "input_len is 99999 and output_len 16, so requests have 100015 tokens, but ",
+        ),
         (["--acceptance-lengths", "0.5"], "allowed: numbers from 1 to 17"),
         (["--acceptance-lengths", "x"], "acceptance_lengths is 'x'"),
         (

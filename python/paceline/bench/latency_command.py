@@ -55,6 +55,7 @@ def run_latency(args: argparse.Namespace) -> int:
     options = parse_latency_options(args)
     check_output()
     setup = _set_up(args, started)
+    _check_lengths(max(options.input_lens), args.output_len, setup)
     bench = _Bench(args, options, setup, Speed(setup.device, args.num_threads))
     cells = list(itertools.product(options.input_lens, options.concurrency, _variants(setup)))
     runs_per_cell = (
@@ -306,6 +307,21 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
         )  # fmt: skip
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)
+
+
+def _check_lengths(input_len: int, output_len: int, setup: Setup) -> None:
+    """Checks before anything is measured that the models support the longest requests."""
+    num_tokens = input_len + output_len
+    for model in (setup.target, setup.draft):
+        if model is None or "drafter" in model.config:  # a draft head supports what its target does
+            continue
+        longest = model.loaded.max_position
+        if num_tokens > longest:
+            raise ValueError(
+                f"input_len is {input_len} and output_len {output_len}, so requests have "
+                f"{num_tokens} tokens, but {model.name} supports {longest}; use a smaller "
+                "--input-len or --output-len"
+            )
 
 
 def _variants(setup: Setup) -> Iterator[tuple[str, BenchModel | None, Speculation | None]]:
