@@ -90,7 +90,7 @@ def test_the_report_of_arrivals(
     out = tmp_path / "bench.json"
     drafting = json.dumps({"model": str(folder), "num_speculative_tokens": 2})
     argv = ["--speculative-config", drafting, "--concurrency", "3", "--rounds", "2"]
-    argv += ["--request-rate", "200,60%", "--num-prompts", "12", "--json", str(out)]
+    argv += ["--request-rate", "200,60%,200.0", "--num-prompts", "12", "--json", str(out)]
     assert bench(folder, *argv) == 0
     report = json.loads(out.read_text())
     assert (report["bench"], report["rows"], report["not_measured"]) == ("latency", [], [])

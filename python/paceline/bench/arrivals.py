@@ -107,7 +107,7 @@ def parse_arrivals(args: argparse.Namespace, num_samplings: int) -> Arrivals | N
                 "shares of the capacity, for example 2,10,60%"
             )
         rates.append((rate, is_share))
-    return Arrivals(rates, check_int("num_prompts", num_prompts, 1))
+    return Arrivals(list(dict.fromkeys(rates)), check_int("num_prompts", num_prompts, 1))
 
 
 def measure_arrivals(
