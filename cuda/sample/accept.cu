@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
     if (lane == 0) result = SequenceResult{};
     return;
   }
-  const int32_t num_drafts = kind == RowKind::kDecode ? draft_len : 0;
+  const int32_t num_drafts = kind == RowKind::kDecode ? min(draft_len, num_logits - 1) : 0;
   bool is_accepted = false;
   if (lane < num_drafts) {
     is_accepted = p.num_accepted != nullptr ? lane < p.num_accepted[i]
@@ -82,6 +82,7 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
     result.outcome = verdict.outcome;
     s.known_len[seq_slot] = known_len + verdict.emitted_len;
     s.is_active[seq_slot] = verdict.outcome == SequenceOutcome::kRunning ? 1 : 0;
+    s.draft_len[seq_slot] = 0;
   }
 }
 

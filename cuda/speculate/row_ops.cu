@@ -18,6 +18,8 @@ constexpr int32_t kMaxSequenceThreads = 512;  // of a block, which assembles one
 constexpr int32_t kStoreThreads = 128;
 constexpr int32_t kMaxStepThreads = 1024;
 constexpr int32_t kNgramThreads = 512;
+constexpr int32_t kKeepThreads = 256;
+constexpr int32_t kKeepBlocks = 8;  // of a sequence
 
 int32_t whole_warps(int32_t count, int32_t most) {
   return std::clamp((count + 31) / 32 * 32, 32, most);
@@ -90,6 +92,16 @@ __global__ void __launch_bounds__(kNgramThreads)
   store_ngram(p, seq_slot, best, thread, kNgramThreads);
 }
 
+__global__ void __launch_bounds__(kKeepThreads)
+    keep_hidden_kernel(const __grid_constant__ KeepHiddenParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.y);
+  if (i >= p.inputs.counts->num_seqs) return;
+  keep_hidden_of_sequence(p, i, static_cast<int32_t>(blockIdx.x * kKeepThreads + threadIdx.x),
+                          kKeepBlocks * kKeepThreads);
+}
+
 // One block per sequence, and one without sequences, since the kernel writes the number of rows.
 template <class Params>
 void launch_assemble(CudaContext& ctx, const char* name, void (*kernel)(Params), const Params& p) {
@@ -118,6 +130,12 @@ void begin_draft_steps(CudaContext& ctx, const BeginDraftStepsParams& p) {
 void propose_ngram(CudaContext& ctx, const ProposeNgramParams& p) {
   cuda::launch(ctx, "propose_ngram", cuda::propose_ngram_kernel,
                dim3(static_cast<unsigned>(p.max_seqs)), dim3(cuda::kNgramThreads), 0, p);
+}
+
+void keep_hidden(CudaContext& ctx, const KeepHiddenParams& p) {
+  cuda::launch(ctx, "keep_hidden", cuda::keep_hidden_kernel,
+               dim3(cuda::kKeepBlocks, static_cast<unsigned>(std::max(p.max_seqs, 1))),
+               dim3(cuda::kKeepThreads), 0, p);
 }
 
 void store_draft(CudaContext& ctx, const StoreDraftParams& p) {

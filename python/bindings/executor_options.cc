@@ -5,6 +5,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 
@@ -71,6 +72,11 @@ void read_option(const char* name, py::handle value, T& field) {
       refuse_option(name, value, "True or False");
     }
     field = value.cast<bool>();
+  } else if constexpr (std::is_same_v<T, std::optional<bool>>) {
+    if (!value.is_none() && !py::isinstance<py::bool_>(value)) {
+      refuse_option(name, value, "True, False or None");
+    }
+    field = value.cast<std::optional<bool>>();
   } else if constexpr (std::is_same_v<T, std::shared_ptr<HostDrafter>>) {
     if (PyCallable_Check(value.ptr()) == 0) {
       refuse_option(name, value, "a function of token ids and a number of drafts");
@@ -158,6 +164,8 @@ constexpr std::array kOptionFields = {
     option_field("device_lateness", [](auto& o) -> auto& { return o.device_lateness; }),
     option_field("use_window_lists", [](auto& o) -> auto& { return o.use_window_lists; }),
     option_field("host_delay_max_us", [](auto& o) -> auto& { return o.host_delay_max_us; }),
+    option_field("adaptive", [](auto& o) -> auto& { return o.speculative.adaptive; }),
+    option_field("draft_schedule_seed", [](auto& o) -> auto& { return o.draft_schedule_seed; }),
     option_field("use_null_device", [](auto& o) -> auto& { return o.use_null_device; }),
     option_field("poison_freed_blocks", [](auto& o) -> auto& { return o.poison_freed_blocks; }),
 };

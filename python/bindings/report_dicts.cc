@@ -79,6 +79,30 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
     groups.append(std::move(entry));
   }
   dict["kv_groups"] = std::move(groups);
+  py::list drafts;
+  for (const ExecutorStats::Drafts& of : stats.drafts) {
+    py::dict entry;
+    entry["num_drafts"] = of.num_drafts;
+    entry["num_iterations"] = of.num_iterations;
+    entry["us"] = of.us;
+    entry["expected_us"] = of.expected_us;
+    entry["expected_tokens"] = of.expected_tokens;
+    drafts.append(std::move(entry));
+  }
+  dict["drafts"] = std::move(drafts);
+  dict["is_adaptive"] = stats.is_adaptive;
+  dict["num_drafts"] = stats.num_drafts;
+  dict["expected_acceptance"] = stats.expected_acceptance;
+  py::list costs;
+  for (const ExecutorStats::Cost& of : stats.costs) {
+    py::dict entry;
+    entry["num_seqs"] = of.num_seqs;
+    entry["num_drafts"] = of.num_drafts;
+    entry["num_samples"] = of.num_samples;
+    entry["us"] = of.us;
+    costs.append(std::move(entry));
+  }
+  dict["costs"] = std::move(costs);
   dict["kv_num_slabs"] = stats.kv_num_slabs;
   dict["kv_free_slabs"] = stats.kv_free_slabs;
   return dict;

@@ -110,5 +110,35 @@ def engine_stats(
                 drafted_per_position=stats["drafted_per_position"],
                 accepted_per_position=stats["accepted_per_position"],
             ),
+            "adaptive": _adaptive(stats) if stats["is_adaptive"] else None,
         },
+    }
+
+
+def _adaptive(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The choice of the number of drafts, and what it follows from."""
+    total_us = sum(of["us"] for of in stats["drafts"])
+    return {
+        "num_drafts": stats["num_drafts"],
+        "by_num_drafts": [
+            {
+                "num_drafts": of["num_drafts"],
+                "num_iterations": of["num_iterations"],
+                "time_share": of["us"] / total_us if total_us else 0.0,
+                "expected_tokens": of["expected_tokens"],
+                "expected_ms": of["expected_us"] * 1e-3 or None,
+            }
+            for of in stats["drafts"]
+            if of["expected_tokens"] or of["num_iterations"]
+        ],
+        "acceptance": stats["expected_acceptance"],
+        "costs": [
+            {
+                "num_seqs": cost["num_seqs"],
+                "num_drafts": cost["num_drafts"],
+                "num_samples": cost["num_samples"],
+                "ms": cost["us"] * 1e-3,
+            }
+            for cost in stats["costs"]
+        ],
     }

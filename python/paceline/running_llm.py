@@ -462,7 +462,9 @@ class RunningLLM:
               went to new blocks.
             - speculative_decoding: None without it. Otherwise a dict with num_spec_tokens (k),
               num_spec_steps, num_draft_tokens, num_accepted_draft_tokens, mean_acceptance_length,
-              draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`.
+              draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`; and
+              "adaptive", None or a dict with the choice of the number of drafts and what it follows
+              from: num_drafts now, by_num_drafts, acceptance and costs (docs/adaptive.md).
 
         Raises:
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.

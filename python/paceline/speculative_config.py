@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.checks import (
+    check_bool,
     check_choice,
     check_finite,
     check_int,
@@ -48,6 +49,7 @@ _NESTED_KEYS: Final = (
     "draft_position",
     "draft_feedback",
     "draft_proposals",
+    "adaptive",
 )
 
 # Those of REJECTION_SAMPLE_METHODS that compare the probabilities of drafter and target.
@@ -114,6 +116,11 @@ class SpeculativeConfig:
             drafts (None = 64 there). Drafts are sampled from this many of the drafter's most likely
             tokens. The output distribution is exact for any number. The engine keeps 8 bytes for
             each, times k and `max_num_seqs`.
+        adaptive: Under "x". True: each iteration chooses how many tokens are drafted, from 0 to
+            `num_speculative_tokens`, by measured times and acceptance, so that speculation is
+            hardly ever slower than plain decoding. False: always `num_speculative_tokens`. None =
+            False. With "standard" and "block" seeded output then depends on times. The method
+            "custom" must not have it.
     """
 
     method: str | None = None
@@ -131,6 +138,7 @@ class SpeculativeConfig:
     draft_position: str | None = None
     draft_feedback: str | None = None
     draft_proposals: int | None = None
+    adaptive: bool | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -153,6 +161,7 @@ class SpeculativeConfig:
         self._check_draft_proposals()
         check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
         self._check_draft_stop()
+        self._check_adaptive()
         self._check_draft_position()
         self._check_draft_feedback()
 
@@ -280,6 +289,17 @@ class SpeculativeConfig:
             raise ValueError(
                 f"{key} is {self.draft_feedback!r}, but method is {self.method!r}; allowed: only "
                 "with 'mtp', otherwise leave it out"
+            )
+
+    def _check_adaptive(self) -> None:
+        key = "speculative_config['x']['adaptive']"
+        if self.adaptive is None:
+            return
+        check_bool(key, self.adaptive)
+        if self.adaptive and self.method == "custom":
+            raise ValueError(
+                f"{key} is True, but method is 'custom', whose time the engine does not know; "
+                "allowed: False, or leave it out"
             )
 
     def _check_draft_stop(self) -> None:

@@ -81,6 +81,7 @@ def executor_options(
         options["num_draft_proposals"] = speculative.draft_proposals or 0
         options["draft_driver"] = speculative.draft_driver
         options["draft_stop_threshold"] = speculative.draft_stop_threshold
+        options["adaptive"] = speculative.adaptive
         if speculative.draft_position is not None:
             options["draft_position"] = speculative.draft_position
         if speculative.method == "ngram":

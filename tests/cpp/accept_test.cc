@@ -56,12 +56,14 @@ struct Window {
           .kind = ints(1),
           .prefill_start = ints(1),
           .next_token = ints(1),
+          .num_drafts = ints(1),
           .verify_indptr = ints(2),
           .first_indptr = ints(2),
           .logit_indptr = ints(2),
           .logit_rows = ints(kMaxLen),
           .prefill_tokens = ints(kMaxLen)};
     in.counts->num_seqs = in.counts->num_drafting = 1;
+    in.num_drafts[0] = k;
     in.seq_slot[0] = 1;
     in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
     in.verify_indptr[1] = in.logit_indptr[1] = in.counts->num_verify_rows = k + 1;

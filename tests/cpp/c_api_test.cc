@@ -346,12 +346,19 @@ TEST_F(CApi, OptionsChooseHowToSpeculate) {
   const Output without = run_with([](auto& o) { o.plain_decoding = 1; });
   EXPECT_EQ(without.last.total_draft_tokens, 0);
   for (const int32_t k : {0, 2}) {
-    const Output with = run_with([&](auto& o) { o.num_speculative_tokens = k; });
+    const Output with = run_with([&](auto& o) {
+      o.num_speculative_tokens = k;
+      o.adaptive_drafts = -1;
+    });
     EXPECT_EQ(with.tokens, without.tokens);
     EXPECT_GT(with.last.total_draft_tokens, 0);
     const int32_t drafts = k > 0 ? k : kNumSpeculativeTokens;
     EXPECT_LE(with.last.total_draft_tokens, with.last.total_iterations * drafts);
     EXPECT_GT(with.last.total_draft_tokens, with.last.total_iterations * (drafts - 1));
+  }
+  for (const int32_t adaptive_drafts : {0, 1}) {
+    EXPECT_EQ(run_with([&](auto& o) { o.adaptive_drafts = adaptive_drafts; }).tokens,
+              without.tokens);
   }
   const Output lookup = run_with([](auto& o) {
     o.num_speculative_tokens = 3;

@@ -287,7 +287,7 @@ TEST(DraftHead, PlantedOffByOnesGoRed) {
   }
 }
 
-TEST(DraftHead, DraftKvDoesNotDependOnRejectedDrafts) {
+TEST(DraftHead, DraftKvDoesNotDependOnRejectedOrMissedDrafts) {
   const uint64_t first_seed = seed_from_env(1);
   int64_t rejected = 0;
   for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
@@ -297,7 +297,9 @@ TEST(DraftHead, DraftKvDoesNotDependOnRejectedDrafts) {
         random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}), seed)
             .build();
     const auto head = random_raw_head(heads[seed % heads.size()], seed + 1).build();
-    testing::check_draft_kv(target, head, seed, &rejected);
+    for (const bool catches_up : {false, true}) {
+      testing::check_draft_kv(target, head, seed, &rejected, catches_up);
+    }
   }
   EXPECT_GT(rejected, 500);
 }

@@ -316,9 +316,10 @@ TEST(EngineMixture, ASharedExpertGivesTheSameBitsAmongTheOthersAndApart) {
     std::mt19937_64 random(6);
     const std::vector<int32_t> tokens = random_tokens(random, 90, 64);
     const auto trace = [&](bool is_joined) {
-      const int32_t max_seqs = is_joined ? 4 : 16;  // 20 or 80 rows
+      const int32_t max_seqs = is_joined ? 4 : kMaxJoinedRows + 1;  // also in plain iterations
       const int32_t prefilled = is_joined ? kMaxJoinedRows : kMaxJoinedRows + 1;
-      return by_windows(model, tokens, prefilled, 4, {.max_seqs = max_seqs},
+      return by_windows(model, tokens, prefilled, 4,
+                        {.max_seqs = max_seqs, .max_verify_rows = 5 * max_seqs + 200},
                         [&](DirectRunner& direct) {
                           int64_t num_mixtures = 0;
                           auto& runner = dynamic_cast<CpuRunner&>(direct.runner());

@@ -28,8 +28,8 @@ struct SpeculativeRun {
 };
 
 // Speculative output equals plain output with random values of every option that must not change
-// it: k, also of single requests, block size, chunks, driver, lateness, threads and the size of the
-// pool, with or without neighbours.
+// it: k, also of single requests and of iterations, block size, chunks, driver, lateness, threads
+// and the size of the pool, with or without neighbours.
 inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& random,
                                 uint64_t seed, Tally& tally) {
   const Pick pick{random};
@@ -52,12 +52,18 @@ inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& r
   options.use_window_lists = use_window_lists;
   options.poison_freed_blocks = true;
   options.num_threads = pick(1, 2);
-  if (random() % 2 == 0) options.kv_cache_bytes = run_of.small_pool_bytes;
+  std::mt19937_64 own(seed);
+  if (own() % 2 == 0) options.draft_schedule_seed = own();
+  options.speculative.adaptive = own() % 2 == 0;
+  if (random() % 2 == 0) {
+    options.kv_cache_bytes = run_of.small_pool_bytes;
+    // A drafter that may catch up keeps more than its windows.
+    if (options.draft_schedule_seed != 0) options.kv_cache_bytes *= 2;
+  }
   Executor speculative(run_of.target, run_of.drafter, options);
   const std::vector<Job> neighbours =
       random() % 2 == 0 ? random_jobs(random, 6, 64, run_of.temperature) : std::vector<Job>{};
   std::vector<Job> jobs = run_of.jobs;
-  std::mt19937_64 own(seed);
   mix_num_drafts(jobs, own, k);
   const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
   for (size_t i = 0; i < actual.size(); ++i) {

@@ -321,7 +321,8 @@ TEST(RejectDrafts, FollowsTheReference) {
           SCOPED_TRACE(::testing::Message() << "sequence " << i << ", proposals " << proposals);
           const int32_t* const draws = targets_drawn.data() + i * (kDrafts + 1);
           const bool is_judged = i % 11 != 3 && i % 13 != 5;
-          const Tokens drafts = rig.drafts(i, is_judged ? rig.s.draft_len[i] : 0);
+          const Tokens drafts =
+              rig.drafts(i, is_judged ? rig.num_drafts[static_cast<size_t>(i)] : 0);
           const int32_t num_accepted = rig.buffers.num_accepted[i];
           if (i % 7 == 2) {
             int32_t equal = 0;

@@ -83,6 +83,7 @@ struct Host {
   // Plans and launches the next iteration.
   bool plan_next() {
     plan.iteration = iteration + 1;
+    plan.num_drafts = max_drafts;
     if (!scheduler.plan(plan)) return false;
     ++iteration;
     return true;
@@ -434,8 +435,10 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   }
   sequences[3].logits = std::make_shared<std::vector<float>>();
   IterationPlan plan;
+  plan.num_drafts = 3;
+  plan.has_prefill = true;
   plan.sequences = {
-      {.sequence = &sequences[0], .kind = RowKind::kDecode, .num_rows = 4},
+      {.sequence = &sequences[0], .kind = RowKind::kDecode, .num_rows = 4, .num_drafts = 3},
       {.sequence = &sequences[1], .kind = RowKind::kPrefillFinal, .start = 4, .num_rows = 6},
       {.sequence = &sequences[2],
        .kind = RowKind::kPrefillPartial,
@@ -475,6 +478,7 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   window.first_rows = FirstRows::kWindow;
   build_batch(plan, window, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 15}));
+  EXPECT_FALSE(batch->gathers_hidden);
   // A draft head that stays at the last position with KV has one row for each drafting sequence.
   window.first_rows = FirstRows::kLast;
   build_batch(plan, window, *batch);
@@ -484,6 +488,26 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   window.first_rows = FirstRows::kNone;
   build_batch(plan, window, *batch);
   EXPECT_EQ(inputs.counts->num_first_rows, 0);
+
+  // A drafter that has missed tokens has rows for them, and in a part of them no others.
+  window.first_rows = FirstRows::kWindow;
+  plan.sequences[0].num_missed = 5;
+  build_batch(plan, window, *batch);
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 9, 15, 20, 20}));
+  EXPECT_TRUE(batch->catches_up);
+  EXPECT_TRUE(batch->gathers_hidden);
+  plan.sequences[0].catch_up_start = 7;
+  build_batch(plan, window, *batch);
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 5, 11, 16, 16}));
+  EXPECT_EQ(inputs.prefill_start[0], 7);
+  plan.sequences[0].num_missed = plan.sequences[0].catch_up_start = 0;
+  // In a plain iteration it has only the rows of chunks, or those of the verify pass.
+  plan.num_drafts = 0;
+  build_batch(plan, window, *batch);
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 15}));
+  build_batch(plan, shape, *batch);
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 0, 7, 12, 12}));
+  EXPECT_EQ(inputs.counts->num_drafting, 0);
 }
 
 }  // namespace

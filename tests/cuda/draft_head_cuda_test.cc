@@ -72,6 +72,7 @@ ExecutorOptions options_of(int32_t k) {
   options.max_num_batched_tokens = 24 * 17;
   options.kv_cache_bytes = 64 << 20;
   options.speculative.num_speculative_tokens = k;
+  options.speculative.adaptive = false;
   return options;
 }
 
@@ -143,9 +144,11 @@ TEST_F(CudaDraftHead, DraftKvIsThatOfARunThatWasNeverWrong) {
   for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     const auto heads = all_heads(kHeadDim, kWindow);
-    testing::check_draft_kv(on_gpu(raw_target(seed % 2 == 0, seed)),
-                            on_gpu(random_raw_head(heads[seed % heads.size()], seed + 1)), seed,
-                            &rejected);
+    for (const bool catches_up : {false, true}) {
+      testing::check_draft_kv(on_gpu(raw_target(seed % 2 == 0, seed)),
+                              on_gpu(random_raw_head(heads[seed % heads.size()], seed + 1)), seed,
+                              &rejected, catches_up);
+    }
   }
   EXPECT_GT(rejected, 500);
 }
@@ -249,10 +252,15 @@ TEST_F(CudaDraftHead, SpeculativeEqualsPlain) {
     options.poison_freed_blocks = true;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
     if (random() % 2 == 0) options.kv_cache_bytes = 3 << 20;
+    std::mt19937_64 own(seed);
+    if (own() % 2 == 0) {
+      options.draft_schedule_seed = own();
+      options.kv_cache_bytes *= 2;  // a drafter that may catch up keeps more than its windows
+    }
+    options.speculative.adaptive = own() % 2 == 0;
     Executor speculative(target, head, options);
     const std::vector<Job> neighbours =
         random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
-    std::mt19937_64 own(seed);
     mix_num_drafts(jobs, own, k);
     const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
     for (size_t i = 0; i < jobs.size(); ++i) {

@@ -45,6 +45,7 @@ std::shared_ptr<const Model> on_gpu(const CompressedModel& shape, uint64_t seed)
 
 ExecutorOptions options_of(int32_t k) {
   ExecutorOptions options;
+  options.speculative.adaptive = false;
   options.max_model_len = 700;
   options.max_num_seqs = 16;
   options.max_num_batched_tokens = 16 * 17;

@@ -69,6 +69,7 @@ ExecutorOptions options_of(int32_t k) {
   options.max_num_batched_tokens = 64 * 17;
   options.kv_cache_bytes = 256 << 20;
   options.speculative.num_speculative_tokens = k;
+  options.speculative.adaptive = false;
   return options;
 }
 
@@ -188,6 +189,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     options.max_logprobs = max_logprobs;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
     if (random() % 4 == 0) options.host_delay_max_us = 2000;
+    if (random() % 2 == 0) options.draft_schedule_seed = random();
     // Forces preemption: room for two or three full sequences, also for a Gemma 4 with its larger
     // heads and twice the layers. With many sequences, each is half as long.
     const bool is_large = shape.is_gemma4 || draft_shape.is_gemma4;
@@ -348,6 +350,7 @@ TEST_F(CudaEngine, SamplesEqualRequestsOfTheirOwn) {
     options.poison_freed_blocks = true;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
     if (random() % 4 == 0) options.host_delay_max_us = 2000;
+    if (random() % 2 == 0) options.draft_schedule_seed = random();
     if (random() % 2 == 0) options.kv_cache_bytes = pick(4, 6) << (shape.is_gemma4 ? 23 : 20);
     Executor executor(target, k > 0 ? draft : nullptr, options);
     const std::vector<SampledJob> neighbours =

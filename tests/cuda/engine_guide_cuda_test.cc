@@ -21,6 +21,7 @@ class CudaGuidedEngine : public GpuTest {};
 
 ExecutorOptions options_of(int32_t k) {
   ExecutorOptions options;
+  options.speculative.adaptive = false;
   options.max_model_len = 300;
   options.max_num_seqs = 16;
   options.max_num_batched_tokens = 16 * 17;

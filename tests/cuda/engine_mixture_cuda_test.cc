@@ -57,6 +57,7 @@ std::shared_ptr<const Model> model_of(const TinyModel& shape, uint64_t seed) {
 
 ExecutorOptions options_of(int32_t k) {
   ExecutorOptions options;
+  options.speculative.adaptive = false;
   options.max_model_len = 700;
   options.max_num_seqs = 64;
   options.max_num_batched_tokens = 64 * 17;

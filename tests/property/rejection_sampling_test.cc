@@ -155,7 +155,7 @@ TEST(RejectionSampling, WindowsFollowTheTargetsDistribution) {
       for (int32_t i = 0; i < kWindowsPerSeed; ++i) {
         count_extended(rig.emitted(i), target, engine, counts);
         num_kept += rig.results[static_cast<size_t>(i)].accepted_len;
-        num_stopped += rig.s.draft_len[i] < kDrafts ? 1 : 0;
+        num_stopped += rig.num_drafts[static_cast<size_t>(i)] < kDrafts ? 1 : 0;
       }
       EXPECT_GT(lower_probability(counts, distribution), kThreshold)
           << setting.name << ", seed " << seed;

@@ -3,7 +3,8 @@
 
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
 position of drafts x device lateness x temperature x truncation, penalties and bias x window lists x
-size of the KV pool x neighbours that are cancelled at random x samples per request x prefix cache.
+size of the KV pool x neighbours that are cancelled at random x samples per request x prefix cache
+x number of drafts by iteration.
 The prompts are branches of a random tree, and with the prefix cache all jobs run twice. The
 reference runs every sample as a separate plain request without that cache. Assistants of Gemma 4
 draft for its targets only.
@@ -93,6 +94,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "enable_prefix_caching": (True, False),
     "num_threads": (1, 2),
     "dtype": ("float32", "bfloat16"),
+    # Not 0: each iteration drafts another number of tokens.
+    "draft_schedule_seed": (0, 1, 2),
 }
 
 
@@ -119,6 +122,7 @@ class Cell:
     enable_prefix_caching: bool
     num_threads: int
     dtype: str
+    draft_schedule_seed: int
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self))
@@ -382,6 +386,7 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "use_window_lists": cell.use_window_lists,
         "poison_freed_blocks": True,
         "max_logprobs": MAX_LOGPROBS,
+        "draft_schedule_seed": cell.draft_schedule_seed,
     }
 
 

@@ -39,6 +39,7 @@ struct DirectOptions {
   NgramOptions ngram{};
   DraftPosition draft_position = DraftPosition::kLast;
   int32_t max_logprobs = 0;
+  int32_t kept_hidden_tokens = 0;
 };
 
 class DirectRunner {
@@ -67,8 +68,10 @@ class DirectRunner {
                                         .accept_method = options.accept_method,
                                         .use_window_lists = options.use_window_lists,
                                         .model_free = {options.ngram},
-                                        .draft_position = options.draft_position};
+                                        .draft_position = options.draft_position,
+                                        .kept_hidden_tokens = options.kept_hidden_tokens};
     const RunnerOptions runner_options = {.iteration = iteration, .driver = options.driver};
+    plan_.num_drafts = options.num_draft_tokens;
     if (target->device == Device::kCpu) {
       auto runner = std::make_unique<CpuRunner>(
           target, draft, layout_,
@@ -127,14 +130,27 @@ class DirectRunner {
   }
   [[nodiscard]] bool has_sequence(int32_t slot) const { return sequences_[slot] != nullptr; }
 
-  // Adds rows of a sequence to the next iteration; see PlannedSequence.
-  void plan(int32_t slot, RowKind kind, int32_t start, int32_t num_rows) {
+  // The k' of the iterations from now on; at first k.
+  void set_num_drafts(int32_t num_drafts) { plan_.num_drafts = num_drafts; }
+  [[nodiscard]] int32_t known_len(int32_t slot) const {
+    return download(buffers_->sequences.known_len + slot, 1).front();
+  }
+
+  // Adds rows of a sequence to the next iteration; see PlannedSequence. The sequence drafts, unless
+  // it is left out or gets a part of what the drafter has missed, from catch_up_start on.
+  void plan(int32_t slot, RowKind kind, int32_t start, int32_t num_rows, int32_t num_missed = 0,
+            int32_t catch_up_start = 0, bool is_left_out = false) {
     Sequence& s = *sequences_[slot];
     plan_.sequences.push_back({.sequence = &s,
                                .kind = kind,
                                .start = start,
                                .num_rows = num_rows,
-                               .resets_state = s.needs_reset});
+                               .resets_state = s.needs_reset,
+                               .num_drafts = is_left_out          ? kLeftOut
+                                             : catch_up_start > 0 ? 0
+                                                                  : plan_.num_drafts,
+                               .num_missed = num_missed,
+                               .catch_up_start = catch_up_start});
     s.needs_reset = false;
   }
 
@@ -143,6 +159,8 @@ class DirectRunner {
                      [](const PlannedSequence& a, const PlannedSequence& b) {
                        return static_cast<int32_t>(a.kind) < static_cast<int32_t>(b.kind);
                      });
+    plan_.has_prefill = std::any_of(plan_.sequences.begin(), plan_.sequences.end(),
+                                    [](const auto& rows) { return rows.kind != RowKind::kDecode; });
     batch_.iteration = plan_.iteration;
     runner_->bind(batch_);
     build_batch(plan_, shape_, batch_);

@@ -52,6 +52,7 @@ class World {
             .kind = at.get<int32_t>(kind_),
             .prefill_start = at.get<int32_t>(prefill_start_),
             .next_token = at.get<int32_t>(next_token_),
+            .num_drafts = at.get<int32_t>(num_drafts_),
             .verify_indptr = at.get<int32_t>(verify_indptr_),
             .first_indptr = at.get<int32_t>(first_indptr_),
             .logit_indptr = at.get<int32_t>(logit_indptr_),
@@ -333,6 +334,11 @@ class World {
     std::vector<int32_t> next_tokens(size);
     for (int32_t& token : next_tokens) token = any_token();
     next_token_ = ints("next_token", next_tokens);
+    std::vector<int32_t> num_drafts(size);
+    for (int32_t& count : num_drafts) {
+      count = stream_.one_in(5) ? kLeftOut : stream_.below(s_.num_draft_tokens + 1);
+    }
+    num_drafts_ = ints("num_drafts", num_drafts);
     verify_indptr_ = ints("verify_indptr", padded(verify_ends_));
     first_indptr_ = ints("first_indptr", padded(first_ends_));
     logit_indptr_ = ints("logit_indptr", padded(logit_ends_));
@@ -401,8 +407,8 @@ class World {
   std::vector<int32_t> batch_slots_, kinds_, starts_, lens_, drafts_, draft_lens_;
   std::vector<int32_t> verify_ends_, first_ends_, logit_ends_;
   std::vector<int32_t> emitted_;  // by sequence of the batch
-  Handle num_seqs_, counts_, batch_slot_, kind_, prefill_start_, next_token_, verify_indptr_,
-      first_indptr_, logit_indptr_, prefill_tokens_;
+  Handle num_seqs_, counts_, batch_slot_, kind_, prefill_start_, next_token_, num_drafts_,
+      verify_indptr_, first_indptr_, logit_indptr_, prefill_tokens_;
   Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
       draft_len_, max_drafts_;
 };

@@ -170,6 +170,7 @@ class RejectionRig {
   }
 
   void judge() {
+    num_drafts.assign(s.draft_len, s.draft_len + spec_.num_seqs);
     reject(ctx, buffers,
            {.inputs = in,
             .sequences = s,
@@ -206,6 +207,7 @@ class RejectionRig {
   std::vector<float> logits;  // of the target's rows
   int32_t* target_tokens = nullptr;
   std::vector<SequenceResult> results;
+  std::vector<int32_t> num_drafts;  // by sequence, of the windows judged last
 
  private:
   RejectionSpec spec_;

@@ -137,9 +137,6 @@ void SimulatedDevice::reset_slots(const Launched& launched) {
     slot.limit = reset.limit;
     require(slot.limit == owner.output->limit(), "the limit of a reset is ", slot.limit, ", not ",
             owner.output->limit());
-    slot.max_drafts = reset.max_drafts;
-    require(owner.is_score || slot.max_drafts == owner.output->max_drafts(),
-            "the drafts of a reset are ", slot.max_drafts, ", not ", owner.output->max_drafts());
     // The device keeps stale entries; without them a missing write cannot hide.
     for (std::vector<Entry>& table : slot.tables) table.clear();
   }
@@ -220,13 +217,16 @@ SequenceResult SimulatedDevice::verify(const StagedInputs& in, int32_t i) {
     return result;
   }
   const int32_t num_rows = in.verify_indptr[i + 1] - in.verify_indptr[i];
-  require(num_rows == slot.max_drafts + 1, "a window has ", num_rows, " rows, not ",
-          slot.max_drafts + 1);
+  const int32_t most_rows = slot.owner.output->max_drafts() + 1;
+  require(script_.varies_drafts() ? num_rows <= most_rows : num_rows == most_rows, "a window has ",
+          num_rows, " rows, not ", most_rows);
   const int32_t known_len = slot.known_len;
   int32_t num_live = 0;
-  while (slot.is_active && num_live <= slot.draft_len && known_len + num_live < slot.limit) {
+  while (slot.is_active && num_live < num_rows && num_live <= slot.draft_len &&
+         known_len + num_live < slot.limit) {
     ++num_live;
   }
+  slot.draft_len = 0;
   if (num_live == 0) return result;
   const int32_t first = known_len - 1;
   const int32_t num_right = slot.owner.output->num_right(known_len, k_);
@@ -281,6 +281,15 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
   const int32_t num_rows = in.first_indptr[i + 1] - in.first_indptr[i];
   const int32_t start = in.prefill_start[i];
   const int32_t num_verified = in.verify_indptr[i + 1] - in.verify_indptr[i];
+  const bool is_plain = in.counts->num_drafting == 0;
+  slot.max_drafts = std::max(in.num_drafts[i], 0);
+  require(slot.max_drafts <= slot.owner.output->max_drafts(), "a sequence has ", slot.max_drafts,
+          " drafts, not ", slot.owner.output->max_drafts());
+  const bool follows =
+      script_.first_rows == FirstRows::kWindow && in.counts->num_prefill_tokens > 0;
+  require(!is_plain || !is_decode || num_rows == (follows ? num_verified : 0),
+          "a plain iteration has ", num_rows, " rows in the first draft pass");
+  if (is_decode && ((is_plain && !follows) || in.num_drafts[i] == kLeftOut)) return;
   if (script_.first_rows != FirstRows::kNone && (slot.is_active || !is_decode)) {
     int32_t begin = start;
     int32_t end = start + num_verified;
@@ -292,6 +301,19 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
     } else if (is_decode) {
       begin = slot.known_len - result.emitted_len - 1;
       end = slot.known_len - 1;
+    }
+    if (is_decode && start > 0) {
+      // A part of the tokens that the drafter has missed.
+      begin = start;
+      end = start + num_rows;
+      num_expected = num_rows;
+      require(num_rows > 0 && end < slot.known_len && slot.max_drafts == 0,
+              "a part of the missed tokens ends at ", end, " of ", slot.known_len);
+    } else if (is_decode && script_.varies_drafts()) {
+      begin -= num_rows - num_expected;
+      num_expected = std::max(num_rows, num_expected);
+      require(begin >= slot.owner.output->prompt_len() - 1, "the drafter goes back to position ",
+              begin);
     }
     require(num_rows == num_expected, "batch row ", i, " has ", num_rows,
             " rows in the first draft pass, not ", num_expected);

@@ -12,6 +12,7 @@
 
 #include "base/check.h"
 #include "batch/batch_builder.h"
+#include "executor/draft_schedule.h"
 #include "kv/slab_pool.h"
 #include "support/host_batch.h"
 #include "support/simulated_device.h"
@@ -31,6 +32,7 @@ class Simulation {
         scheduler_(options_, pool_),
         device_(script, layout_),
         ring_(static_cast<size_t>(options_.max_in_flight + 1)),
+        draft_schedule_(script.draft_schedule_seed, script.options.draft_lengths),
         checks_(options_, pool_, scheduler_, live_, report_) {
     const int32_t width = options_.num_draft_tokens + 1;
     shape_ = {.max_seqs = options_.max_num_seqs,
@@ -79,6 +81,7 @@ class Simulation {
 
   static SchedulerOptions with_fault(SchedulerOptions options, SimulatedFault fault) {
     if (fault == SimulatedFault::kNoLookahead) options.kv_lookahead = 0;
+    if (fault == SimulatedFault::kForgetsLag) options.max_missed = 0;
     return options;
   }
 
@@ -179,16 +182,26 @@ class Simulation {
   bool launch_next() {
     InFlight& entry = ring_[static_cast<size_t>(newest_launched_ + 1) % ring_.size()];
     entry.plan.iteration = newest_launched_ + 1;
+    entry.plan.num_drafts =
+        draft_schedule_.is_given() ? draft_schedule_.next() : script_.options.num_draft_tokens;
+    entry.plan.max_catch_up =
+        draft_schedule_.is_given() && mix(static_cast<uint64_t>(now_)) % 4 == 0 ? 4 : INT32_MAX;
     checks_.before_plan();
     const bool is_launched = scheduler_.plan(entry.plan);
     entry.rows.clear();
     std::vector<SimulatedOwner> owners;
-    for (const PlannedSequence& launch : entry.plan.sequences) {
+    for (PlannedSequence& launch : entry.plan.sequences) {
+      if (fault_ == SimulatedFault::kDropsMissed && launch.catch_up_start == 0) {
+        launch.num_missed = 0;
+      }
       SimulatedSequence& live = live_of(*launch.sequence);
       require(!live.was_launched, "a sequence is planned twice");
       live.was_launched = true;
       entry.rows.push_back(&live);
       owners.push_back(live.owner);
+      report_.num_catch_ups += launch.num_missed > 0 ? 1 : 0;
+      report_.num_parts += launch.catch_up_start > 0 ? 1 : 0;
+      report_.num_left_out += launch.num_drafts == kLeftOut ? 1 : 0;
     }
     if (script_.keeps_trace) trace(entry);
     checks_.after_plan(entry.plan, is_launched);
@@ -280,8 +293,10 @@ class Simulation {
       sequence.blocks.release_below(pool_, sequence.known_len() + 1, newest_launched_);
     }
     const int64_t num_held = sequence.blocks.num_held();
+    PlannedSequence advanced = launch;
+    if (fault_ == SimulatedFault::kCachesMissed) advanced.is_cacheable = true;
     scheduler_.advance(
-        sequence, launch,
+        sequence, advanced,
         fault_ == SimulatedFault::kCachesEnd ? SequenceOutcome::kRunning : result.outcome);
     report_.num_window_releases += num_held - sequence.blocks.num_held();
     if (result.outcome != SequenceOutcome::kRunning) {
@@ -358,6 +373,7 @@ class Simulation {
   std::vector<std::unique_ptr<SimulatedSequence>> live_;     // by arrival
   std::vector<std::unique_ptr<SimulatedSequence>> leaving_;  // over, but launches refer to them
   SimulationReport report_;
+  DraftSchedule draft_schedule_;
   SimulationChecks checks_;
   size_t next_request_ = 0;
   int64_t now_ = 0;

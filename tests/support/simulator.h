@@ -53,11 +53,13 @@ struct SimulationScript {
   std::vector<KvLayerShape> target;
   std::vector<KvLayerShape> draft;
   int64_t num_slabs = 0;
-  int32_t percent_early = 0;  // how often a result is read although more could be launched
+  uint64_t draft_schedule_seed = 0;  // of k' by iteration; 0: it is k
+  int32_t percent_early = 0;         // how often a result is read although more could be launched
   std::vector<SimulatedRequest> requests;
   bool keeps_trace = false;
 
   [[nodiscard]] KvLayout layout() const;
+  [[nodiscard]] bool varies_drafts() const { return draft_schedule_seed != 0; }
   // A line for the engine and one for each request.
   [[nodiscard]] std::string text() const;
 };
@@ -73,6 +75,9 @@ enum class SimulatedFault : uint8_t {
   kAdvancesTooFar,   // blocks leave a window while the next query still sees them
   kNoLookahead,      // the prefix cache ignores the token after a block
   kCachesEnd,        // the prefix cache learns of blocks that the drafter has not reached
+  kCachesMissed,     // the same of blocks that the drafter has missed
+  kDropsMissed,      // the drafter drafts on without the tokens that it has missed
+  kForgetsLag,       // its windows move on while it has tokens to catch up with
 };
 
 struct SimulationReport {
@@ -88,6 +93,9 @@ struct SimulationReport {
   int64_t num_evicted = 0;    // blocks
   int64_t num_cancelled = 0;
   int64_t num_stopped = 0;
+  int64_t num_catch_ups = 0;        // of a drafter, for a sequence
+  int64_t num_parts = 0;            // of which with a part of the missed tokens
+  int64_t num_left_out = 0;         // sequences, by iteration
   int64_t num_window_releases = 0;  // entries that reserve left null, or that advance released
   double longest_wait = 0;          // iterations waited, as a share of the bound
   int64_t longest_stall = 0;        // iterations in which the oldest sequence lacked blocks

@@ -109,6 +109,24 @@ std::vector<SimulatedRequest> make_requests(Random& random, int32_t num_draft_to
   return requests;
 }
 
+// Lets k' change from iteration to iteration in half of the scripts.
+void vary_drafts(SimulationScript& script) {
+  SchedulerOptions& options = script.options;
+  options.drafter_falls_behind = script.first_rows != FirstRows::kNone;
+  const uint64_t random = mix(script.seed + 77);
+  if (options.num_draft_tokens == 0 || random % 2 == 0) return;
+  script.draft_schedule_seed = random;
+  options.draft_lengths = {0};
+  for (int32_t length = 1; length < options.num_draft_tokens; length *= 2) {
+    options.draft_lengths.push_back(length);
+  }
+  options.draft_lengths.push_back(options.num_draft_tokens);
+  const bool has_windows =
+      std::any_of(script.draft.begin(), script.draft.end(),
+                  [](const KvLayerShape& layer) { return kv_window(layer.kind) > 0; });
+  if (has_windows) options.max_missed = 1 + static_cast<int32_t>(random / 2 % 12);
+}
+
 // Lets prompts begin with the tokens of earlier requests, with or without their output.
 void share_prefixes(Random& random, std::vector<SimulatedRequest>& requests) {
   const bool is_much = random.percent(50);
@@ -187,6 +205,7 @@ std::vector<SimulationScript> smaller(const SimulationScript& script) {
     const int64_t earlier = i == 0 ? 0 : script.requests[i - 1].arrival;
     if (request.arrival > earlier) change([&](SimulatedRequest& r) { r.arrival = earlier; });
   }
+  if (script.draft_schedule_seed > 0) all.emplace_back(script).draft_schedule_seed = 0;
   if (script.percent_early > 0) all.emplace_back(script).percent_early = 0;
   return all;
 }
@@ -209,7 +228,8 @@ std::string SimulationScript::text() const {
       << options.max_in_flight << ", first_rows " << static_cast<int32_t>(first_rows)
       << ", prefix cache " << options.enable_prefix_caching << ", max_adopted_tokens "
       << options.max_adopted_tokens << ", block_size " << block_size << ", num_slabs " << num_slabs
-      << ", percent_early " << percent_early << "\n";
+      << ", percent_early " << percent_early << ", draft_schedule_seed " << draft_schedule_seed
+      << ", max_missed " << options.max_missed << "\n";
   const KvLayout planned = layout();
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];
@@ -257,6 +277,7 @@ SimulationScript make_script(uint64_t seed) {
   const bool scatters = random.percent(25);
   if (scatters) make_one_long(random, script);
   share_prefixes(random, script.requests);
+  vary_drafts(script);
   script.options.kv_lookahead = script.first_rows == FirstRows::kWindow ? 1 : 0;
   int32_t longest = 0;
   for (const SimulatedRequest& request : script.requests) {

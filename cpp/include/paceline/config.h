@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <paceline/guide.h>
@@ -69,6 +70,12 @@ struct SpeculativeOptions {
   // an occurrence. Both 0: off; otherwise 1 <= ngram_min <= ngram_max <= 256.
   int32_t ngram_min = 0;
   int32_t ngram_max = 0;
+  // Each iteration chooses how many drafts the next one verifies, from 0 to num_speculative_tokens,
+  // by the times of iterations and the acceptance that it has measured (docs/adaptive.md). With
+  // false, num_speculative_tokens is used. Not given: false. With kStandard and kBlock, true makes
+  // seeded output depend on times. It must not be true without a drafter, with host_drafter, and
+  // with use_null_device.
+  std::optional<bool> adaptive;
   // A drafter of the caller, instead of a model or prompt lookup; null: none. Each verify window
   // waits until the host has read the last result and called it, so it is for research. With
   // kStandard and kBlock it needs samples_drafts = false.
@@ -123,6 +130,9 @@ struct ExecutorOptions {
   // For tests: before each of its stages (plan, launch, read) the engine's thread sleeps for a
   // random time of at most this, in microseconds, 0..1,000,000.
   int32_t host_delay_max_us = 0;
+  // For tests: not 0 makes the number of drafts of each iteration a pseudorandom function of this
+  // seed, whatever `adaptive` says.
+  uint64_t draft_schedule_seed = 0;
   // For benches of the host side: no op runs, every sequence emits token 0, and no draft is
   // accepted.
   bool use_null_device = false;

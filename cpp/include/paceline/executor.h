@@ -86,6 +86,31 @@ struct ExecutorStats {
   int64_t num_draft_experts_hit = 0;
   double host_us = 0;  // host time of all iterations: scheduling, batches, blocks, ring
 
+  // The choice of the number of drafts (docs/adaptive.md).
+  struct Drafts {
+    int32_t num_drafts = 0;      // that an iteration may make
+    int64_t num_iterations = 0;  // that made as many
+    double us = 0;               // their device time
+    // With SpeculativeOptions::adaptive, else 0: what such an iteration is expected to take with as
+    // many sequences as decode now (0: not known yet), and tokens that each of them then gets.
+    double expected_us = 0;
+    double expected_tokens = 0;
+  };
+  std::vector<Drafts> drafts;  // by number of drafts
+  bool is_adaptive = false;
+  int32_t num_drafts = 0;  // the choice now; without `adaptive` num_speculative_tokens
+  // With `adaptive`: the probability that draft i is accepted if those before it are, from recent
+  // windows [k]; and the times that have been measured.
+  std::vector<double> expected_acceptance;
+  struct Cost {
+    int32_t num_seqs =
+        0;  // sequences that decode: at most as many, and more than in the cost before
+    int32_t num_drafts = 0;
+    int32_t num_samples = 0;
+    double us = 0;  // median
+  };
+  std::vector<Cost> costs;
+
   double uptime_s = 0;      // since the executor started; reset_stats() does not reset it
   int32_t num_running = 0;  // samples that run now
   int32_t num_waiting = 0;  // samples that wait now

@@ -80,6 +80,9 @@ typedef struct paceline_options {
   const char* draft_driver;      // "unrolled" (default), "replay", "while" or "eager"
   // Not 0: prompts take over no KV of earlier requests (enable_prefix_caching is false).
   int32_t disable_prefix_caching;
+  // Each iteration chooses how many drafts the next one verifies, up to num_speculative_tokens.
+  // 0: the default, which is never; positive: always; negative: never.
+  int32_t adaptive_drafts;
 } paceline_options;
 
 // Sets *options to the defaults. size: sizeof(paceline_options).

@@ -34,8 +34,15 @@ struct HiddenCopy {
 
 struct Batch {
   int64_t iteration = 0;
+  // k': what the drafter drafts at most. With 0 it makes no drafts, so that an iteration without
+  // prefill rows is one of plain decoding.
+  int32_t num_drafts = 0;
   bool has_prefill = false;     // some sequence has rows that are not kDecode
   bool has_logit_work = false;  // some sequence uses the logits pipeline or logprobs
+  bool catches_up = false;      // the first pass has rows for tokens that the drafter has missed
+  // Rows of the first pass and of the verify pass differ, though the one reads hidden states of the
+  // other.
+  bool gathers_hidden = false;
   // The runner owns this memory; `Runner::bind` sets it before the batch is built. The device reads
   // it until the iteration has completed.
   StagedInputs inputs{};
@@ -50,6 +57,8 @@ struct Batch {
   }
 
   [[nodiscard]] const IterationCounts& counts() const { return *inputs.counts; }
+  // Whether the batch has rows for which no graph is captured.
+  [[nodiscard]] bool needs_eager_run() const { return has_prefill || catches_up; }
 };
 
 }  // namespace paceline

@@ -16,14 +16,22 @@ namespace {
 bool drafts(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal; }
 
 // Rows of a sequence in the drafter's first pass. The drafter prefills the same chunk as the
-// target.
-int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) {
+// target. In a plain iteration it has no rows for sequences that decode, except that a draft head
+// follows them beside chunks, since its rows there are those of the verify pass.
+int32_t num_first_rows(const PlannedSequence& planned, const IterationPlan& plan,
+                       const BatchShape& shape) {
+  const int32_t num_drafts = plan.num_drafts;
   if (shape.num_draft_tokens == 0 || shape.first_rows == FirstRows::kNone) return 0;
-  if (shape.first_rows == FirstRows::kLast) return drafts(planned.kind) ? 1 : 0;
+  if (shape.first_rows == FirstRows::kLast) return num_drafts > 0 && drafts(planned.kind) ? 1 : 0;
   switch (planned.kind) {
     case RowKind::kDecode:
-      return shape.first_rows == FirstRows::kWindow ? planned.num_rows
-                                                    : shape.first_rows_per_decode();
+      if (num_drafts == 0) {
+        return shape.first_rows == FirstRows::kWindow && plan.has_prefill ? planned.num_rows : 0;
+      }
+      if (planned.catch_up_start > 0) return planned.num_missed;
+      return planned.num_missed + (shape.first_rows == FirstRows::kWindow
+                                       ? planned.num_rows
+                                       : shape.first_rows_per_decode(num_drafts));
     case RowKind::kPrefillFinal:
       return planned.num_rows + (shape.first_rows == FirstRows::kNewest ? 1 : 0);
     case RowKind::kPrefillPartial:
@@ -58,12 +66,11 @@ SequenceReset reset_of(const Sequence& sequence, const InputCapacity& capacity,
                        StagedInputs& inputs) {
   const SamplingOptions& s = sequence.sampling;
   if (sequence.is_score) {
-    return {.seq_slot = sequence.seq_slot, .limit = sequence.limit, .max_drafts = 0};
+    return {.seq_slot = sequence.seq_slot, .limit = sequence.limit};
   }
   int32_t& num_words = inputs.counts->num_list_words;
   SequenceReset reset{.seq_slot = sequence.seq_slot,
                       .limit = sequence.limit,
-                      .max_drafts = sequence.max_drafts,
                       .seed = s.seed,
                       .temperature = static_cast<float>(s.temperature),
                       .num_stop_ids = static_cast<int32_t>(s.stop_token_ids.size()),
@@ -166,7 +173,7 @@ void add_windows(const IterationPlan& plan, Batch& batch) {
                    made.num_tokens, " tokens; the sequence has ", planned.sequence->known_len());
     HostWindow window{.seq_slot = planned.sequence->seq_slot};
     if (planned.kind == RowKind::kDecode) {
-      window.num_drafts = static_cast<int32_t>(made.drafts.size());
+      window.num_drafts = std::min(static_cast<int32_t>(made.drafts.size()), planned.num_rows - 1);
     }
     if (!made.masks.empty()) {
       const int64_t num_words =
@@ -201,8 +208,11 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
   IterationCounts& counts = *inputs.counts;
   counts = IterationCounts{};
   counts.num_seqs = static_cast<int32_t>(plan.sequences.size());
-  batch.has_prefill = false;
+  batch.num_drafts = plan.num_drafts;
+  batch.has_prefill = plan.has_prefill;
   batch.has_logit_work = false;
+  batch.catches_up = false;
+  batch.gathers_hidden = false;
   batch.drop_copies();
   copy_all("block table entries", plan.table_writes, batch.capacity.table_writes,
            inputs.table_writes, counts.num_table_writes);
@@ -222,8 +232,10 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
     const Sequence& sequence = *planned.sequence;
     inputs.seq_slot[i] = sequence.seq_slot;
     inputs.kind[i] = static_cast<int32_t>(planned.kind);
-    inputs.prefill_start[i] = planned.start;
+    inputs.prefill_start[i] =
+        planned.kind == RowKind::kDecode ? planned.catch_up_start : planned.start;
     inputs.next_token[i] = 0;
+    inputs.num_drafts[i] = planned.num_drafts;
     inputs.verify_indptr[i] = verify_row;
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;
@@ -236,7 +248,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
                    planned.num_rows, " rows; max_verify_rows is ", shape.max_verify_rows);
 
     if (planned.kind != RowKind::kDecode) {
-      batch.has_prefill = true;
+      PACELINE_CHECK(plan.has_prefill, "a chunk in a plan without chunks");
       const auto next = static_cast<size_t>(planned.start + planned.num_rows);
       inputs.next_token[i] = next < sequence.tokens.size() ? sequence.tokens[next] : 0;
       std::copy_n(sequence.tokens.begin() + planned.start, planned.num_rows,
@@ -270,14 +282,16 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
     for (int32_t row = skipped; row < planned.num_rows; ++row) {
       inputs.logit_rows[logit_row++] = verify_row + row;
     }
-    const int32_t num_first = num_first_rows(planned, shape);
-    // Row i of the first pass reads the hidden states of row i of the verify pass.
-    PACELINE_CHECK(shape.first_rows != FirstRows::kWindow || num_first == 0 ||
-                       (first_row == verify_row && num_first == planned.num_rows),
-                   "first-pass row ", first_row, " beside verify row ", verify_row);
+    const int32_t num_first = num_first_rows(planned, plan, shape);
+    batch.catches_up |= planned.num_missed > 0;
+    // Row i of the first pass reads the hidden states of row i of the verify pass, if the two
+    // passes have the same rows.
+    batch.gathers_hidden |=
+        shape.first_rows == FirstRows::kWindow && num_first > 0 &&
+        (first_row != verify_row || num_first != planned.num_rows || planned.num_missed > 0);
     verify_row += planned.num_rows;
     first_row += num_first;
-    if (drafts(planned.kind)) {
+    if (plan.num_drafts > 0 && drafts(planned.kind)) {
       PACELINE_CHECK(counts.num_drafting == i, "the sequences that draft must come first");
       ++counts.num_drafting;
     }

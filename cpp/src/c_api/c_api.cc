@@ -178,6 +178,7 @@ ExecutorOptions executor_options(const paceline_options& given) {
                          .draft_stop_threshold = given.draft_stop_threshold,
                          .ngram_min = given.ngram_min,
                          .ngram_max = given.ngram_max};
+  if (given.adaptive_drafts != 0) options.speculative.adaptive = given.adaptive_drafts > 0;
   return options;
 }
 

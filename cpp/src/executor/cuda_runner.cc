@@ -34,16 +34,6 @@ RunnerOptions with_padding(RunnerOptions options) {
 
 }  // namespace
 
-std::vector<int32_t> decode_buckets(int32_t max_seqs) {
-  // Buckets are close together where batches are small, since padding is a larger part of these.
-  std::vector<int32_t> buckets;
-  for (int32_t n = 1; n < max_seqs; n += n < 4 ? 1 : n < 16 ? 4 : n < 64 ? 8 : n < 256 ? 32 : 128) {
-    buckets.push_back(n);
-  }
-  buckets.push_back(max_seqs);
-  return buckets;
-}
-
 CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
                        const KvLayout& layout, const CudaRunnerOptions& options)
     : max_in_flight_(options.runner.max_in_flight), arena_(cuda_memory()) {
@@ -98,9 +88,14 @@ void CudaRunner::warm_up() {
   const BatchShape& shape = runner_->options().shape;
   const Iteration& iteration = runner_->iteration();
   std::vector<IterationExtent> extents;
-  for (const int32_t n : decode_buckets(shape.max_seqs)) extents.push_back(decode_extent(shape, n));
+  for (const int32_t n : decode_buckets(shape.max_seqs)) {
+    for (const int32_t num_drafts : runner_->draft_lengths()) {
+      extents.push_back(decode_extent(shape, n, num_drafts));
+    }
+  }
   for (int32_t rows = 1; rows < shape.max_verify_rows; rows *= 2) {
-    extents.push_back({.num_seqs = 1,
+    extents.push_back({.num_drafts = shape.num_draft_tokens,
+                       .num_seqs = 1,
                        .num_drafting = 1,
                        .num_verify_rows = rows,
                        .num_first_rows = rows + 1,
@@ -113,8 +108,8 @@ void CudaRunner::warm_up() {
   for (const IterationExtent& extent : extents) {
     iteration.begin_prefill(context_, extent);
     iteration.verify(context_, extent);
-    iteration.first_draft_pass(context_, extent);
-    if (iteration.num_draft_steps() > 0) iteration.draft_step(context_, extent);
+    if (extent.num_drafts > 0) iteration.first_draft_pass(context_, extent);
+    if (iteration.num_draft_steps(extent.num_drafts) > 0) iteration.draft_step(context_, extent);
   }
   cuda::synchronize(context_.stream, "warming up");
 }
@@ -143,8 +138,8 @@ void CudaRunner::launch(const Batch& batch) {
 
 std::vector<KernelTime> CudaRunner::launch_traced(const Batch& batch) {
   begin_launch(batch);
-  const IterationExtent extent =
-      decode_extent(runner_->options().shape, batch.counts().num_seqs, batch.has_logit_work);
+  const IterationExtent extent = decode_extent(runner_->options().shape, batch.counts().num_seqs,
+                                               batch.num_drafts, batch.has_logit_work);
   std::optional<KernelTrace> trace;
   // The events are captured between the kernels, since the host could not enqueue short kernels
   // fast enough.

@@ -26,9 +26,6 @@ struct CudaRunnerOptions {
   std::function<void(int32_t done, int32_t total)> on_capture;
 };
 
-// The numbers of sequences for which graphs are captured.
-[[nodiscard]] std::vector<int32_t> decode_buckets(int32_t max_seqs);
-
 class CudaRunner final : public Runner {
  public:
   // `draft` may be null. The layout must outlive the runner. Throws Unsupported (shapes, dtypes),

@@ -31,6 +31,8 @@ ExecutorOptions with_defaults(ExecutorOptions o, const Model& target, const Mode
   }
   int32_t& k = o.speculative.num_speculative_tokens;
   if (k == 0 && draft != nullptr) k = draft->default_draft_tokens;
+  SpeculativeOptions& s = o.speculative;
+  if (!s.adaptive.has_value()) s.adaptive = false;
   if (o.max_num_batched_tokens == 0) {
     const int64_t windows = int64_t{o.max_num_seqs} * (int64_t{k} + 1);
     o.max_num_batched_tokens = static_cast<int32_t>(

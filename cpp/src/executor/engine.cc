@@ -13,6 +13,7 @@
 #include "base/reserve_more.h"
 #include "base/start_thread.h"
 #include "batch/batch_builder.h"
+#include "executor/iteration_runner.h"
 #include "request/sequence.h"
 #include "scheduler/iteration_plan.h"
 #include "wire/batch_shape.h"
@@ -36,6 +37,9 @@ FinishReason reason_of(SequenceOutcome outcome) {
   return FinishReason::kError;
 }
 
+// Most tokens with which a drafter catches up to explore a number of drafts.
+constexpr int32_t kMostExploredCatchUp = 128;
+
 // Whether the options exclude tokens, so that no token may be left.
 bool excludes_tokens(const Sequence& sequence) {
   const SamplingOptions& s = sequence.sampling;
@@ -52,10 +56,15 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
       pool_(layout),
       scheduler_(options.scheduler, pool_),
       ring_(options.scheduler.max_in_flight + 1),
+      draft_schedule_(options.draft_schedule_seed, options.scheduler.draft_lengths),
       interval_log_(options.log_interval_s),
       start_us_(now_us()),
       windows_(options.windows,
                [this](std::list<WindowAnswer> answer) { receive(std::move(answer)); }) {
+  if (options.is_adaptive) {
+    chooser_.emplace(options.scheduler.draft_lengths,
+                     decode_buckets(options.scheduler.max_num_seqs));
+  }
   if (options.poisons_freed_blocks) {
     pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
   }
@@ -167,6 +176,7 @@ bool Engine::launch_next() {
   const int64_t start = now_us();
   InFlight& launched = ring_[static_cast<size_t>(newest_launched_ + 1) % ring_.size()];
   launched.plan.iteration = newest_launched_ + 1;
+  choose_drafts(launched.plan);
   delay();
   if (!scheduler_.plan(launched.plan)) return false;
   launched.batch.iteration = launched.plan.iteration;
@@ -174,7 +184,7 @@ bool Engine::launch_next() {
   build_batch(launched.plan, options_.shape, launched.batch);
   delay();
   bool is_traced = false;
-  if (!launched.batch.has_prefill) {
+  if (!launched.batch.needs_eager_run()) {
     const std::scoped_lock lock(mutex_);
     is_traced = std::exchange(wants_trace_, false);
   }
@@ -187,6 +197,12 @@ bool Engine::launch_next() {
       runner_->launch(launched.batch);
     }
   });
+  launched.has_waited = newest_launched_ == newest_read_;
+  // The first iteration with another k' verifies the drafts of the one before.
+  const int32_t num_drafts = launched.plan.num_drafts;
+  launched.is_typical = !launched.batch.needs_eager_run() && launched.plan.is_whole && !is_traced &&
+                        (num_drafts == 0 || num_drafts == last_num_drafts_);
+  last_num_drafts_ = num_drafts;
   ++newest_launched_;
   const std::scoped_lock lock(mutex_);
   if (is_traced) {
@@ -195,6 +211,32 @@ bool Engine::launch_next() {
   }
   statistics_.add_host_time(now_us() - start);
   return true;
+}
+
+void Engine::choose_drafts(IterationPlan& plan) {
+  plan.max_catch_up = INT32_MAX;
+  plan.num_drafts = options_.shape.num_draft_tokens;
+  if (draft_schedule_.is_given()) {
+    plan.num_drafts = draft_schedule_.next();
+  } else if (chooser_.has_value()) {
+    const std::scoped_lock lock(mutex_);
+    const DraftChooser::Choice choice = chooser_->choose(scheduler_.num_decoding());
+    plan.num_drafts = choice.num_drafts;
+    // Sequences whose drafter is far behind would make an exploration dear.
+    if (choice.explores) plan.max_catch_up = kMostExploredCatchUp;
+  }
+}
+
+void Engine::observe(const InFlight& launched, DraftChooser::Iteration& observed,
+                     const Runner::Timing& timing) {
+  if (!chooser_.has_value()) return;
+  observed.num_seqs = static_cast<int32_t>(launched.plan.sequences.size());
+  observed.num_drafts = launched.plan.num_drafts;
+  if (launched.is_typical) {
+    // Where the host is slower than the device, its time counts.
+    observed.us = timing.us + (launched.has_waited ? 0 : timing.idle_us);
+  }
+  chooser_->observe(observed);
 }
 
 void Engine::read_oldest() {
@@ -211,10 +253,16 @@ void Engine::read_oldest() {
   const LogprobReader logprobs(launched.plan, launched.batch, runner_->logprobs(iteration),
                                options_.shape.max_logprobs, options_.vocab_size);
   IterationStatistics statistics;
+  statistics.num_drafts = launched.plan.num_drafts;
+  DraftChooser::Iteration observed;
   for (size_t i = 0; i < launched.plan.sequences.size(); ++i) {
     const PlannedSequence& launch = launched.plan.sequences[i];
     const bool is_delivered = apply(launch, results[i], logprobs, static_cast<int32_t>(i));
     statistics.add(launch, results[i], is_delivered);
+    if (launch.kind == RowKind::kDecode && results[i].outcome == SequenceOutcome::kRunning &&
+        results[i].emitted_len > 0) {
+      observed.add_window(launch.num_rows - 1, results[i].accepted_len);
+    }
     if (!is_delivered || results[i].emitted_len == 0 ||
         results[i].outcome != SequenceOutcome::kRunning) {
       continue;
@@ -236,6 +284,7 @@ void Engine::read_oldest() {
     const Runner::Timing timing = runner_->timing(iteration);
     last_iteration_us_ = timing.us;
     statistics_.add(statistics, timing);
+    observe(launched, observed, timing);
     const int64_t now = now_us();
     statistics_.add_host_time(now - start);
     return now;
@@ -379,8 +428,13 @@ void Engine::log_interval() {
   EngineCounts counts;
   int32_t num_running = 0;
   int32_t num_waiting = 0;
+  DraftChoice choice;
   {
     const std::scoped_lock lock(mutex_);
+    if (chooser_.has_value()) {
+      choice = {.num_drafts = chooser_->current(),
+                .estimates = chooser_->estimates(chooser_->current_seqs())};
+    }
     counts = statistics_.counts();
     num_running = statistics_.num_running();
     num_waiting = statistics_.num_waiting();
@@ -389,7 +443,7 @@ void Engine::log_interval() {
   const double kv_usage = 1 - static_cast<double>(pool_.num_free_slabs()) / num_slabs;
   log_made(LogLevel::kInfo, [&] {
     return interval_log_.line(counts, num_running, num_waiting, kv_usage,
-                              options_.shape.num_draft_tokens);
+                              options_.shape.num_draft_tokens, choice);
   });
   interval_log_.restart(counts);
 }

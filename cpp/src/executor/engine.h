@@ -28,6 +28,8 @@
 #include <paceline/executor.h>
 
 #include "batch/batch.h"
+#include "executor/draft_chooser.h"
+#include "executor/draft_schedule.h"
 #include "executor/interval_log.h"
 #include "executor/logprob_reader.h"
 #include "executor/runner.h"
@@ -60,6 +62,8 @@ struct EngineOptions {
   std::shared_ptr<HostDrafter> host_drafter;  // null: the device drafts
   WindowMakerOptions windows;
   bool allows_constraints = true;
+  bool is_adaptive = false;
+  uint64_t draft_schedule_seed = 0;  // see ExecutorOptions
 };
 
 class Engine {
@@ -100,6 +104,9 @@ class Engine {
   struct InFlight {
     IterationPlan plan;
     Batch batch;
+    // The time says what other iterations with this k' and as many sequences will take.
+    bool is_typical = false;
+    bool has_waited = false;  // the device had nothing to do before the launch
   };
 
   struct OpenRequest {
@@ -129,6 +136,10 @@ class Engine {
   bool iterate();      // false: the engine shall stop
   bool take_in();      // requests and cancellations; false: the engine shall stop
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
+  void choose_drafts(IterationPlan& plan);
+  // What the chooser learns of a launch whose results are read.
+  void observe(const InFlight& launched, DraftChooser::Iteration& observed,
+               const Runner::Timing& timing);
   void read_oldest();  // results -> sequences -> events
   // Applies the result of `launch`, which is in batch row `i`. Returns false if the sequence has
   // been cancelled or preempted since, so that its tokens are dropped.
@@ -191,7 +202,9 @@ class Engine {
   std::list<WindowAnswer> taken_answers_;  // from answers_
   int64_t num_unanswered_ = 0;             // questions whose answers have not been taken
   double last_iteration_us_ = 0;           // device time of the iteration that was read last
+  int32_t last_num_drafts_ = -1;           // k' of the newest launch
   bool has_device_failed_ = false;
+  DraftSchedule draft_schedule_;
   IntervalLog interval_log_;
   std::minstd_rand delays_{12345};
 
@@ -207,6 +220,7 @@ class Engine {
   RequestId next_id_ = 1;
   int64_t num_queued_ = 0;  // requests, incoming and waiting
   EngineStatistics statistics_;
+  std::optional<DraftChooser> chooser_;  // with is_adaptive
   const int64_t start_us_;
   std::atomic<int64_t> waits_since_us_ = 0;  // for an iteration to complete; 0: for none
   KvUsage usage_;

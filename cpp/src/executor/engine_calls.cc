@@ -130,6 +130,25 @@ std::vector<RequestEvent> Engine::poll(int32_t timeout_ms) {
 ExecutorStats Engine::stats() {
   const std::scoped_lock lock(mutex_);
   ExecutorStats stats = statistics_.stats(options_.shape.num_draft_tokens);
+  stats.is_adaptive = chooser_.has_value();
+  if (stats.is_adaptive) {
+    stats.num_drafts = chooser_->current();
+    const auto estimates = chooser_->estimates(chooser_->current_seqs());
+    for (size_t i = 0; i < estimates.size(); ++i) {
+      ExecutorStats::Drafts& drafts = stats.drafts[static_cast<size_t>(estimates[i].num_drafts)];
+      drafts.expected_us = estimates[i].us;
+      drafts.expected_tokens = estimates[i].tokens;
+    }
+    for (int32_t i = 0; i < options_.shape.num_draft_tokens; ++i) {
+      stats.expected_acceptance.push_back(chooser_->acceptance(i));
+    }
+    for (const DraftChooser::Cost& cost : chooser_->costs()) {
+      stats.costs.push_back({.num_seqs = cost.num_seqs,
+                             .num_drafts = cost.num_drafts,
+                             .num_samples = cost.num_samples,
+                             .us = cost.us});
+    }
+  }
   stats.uptime_s = static_cast<double>(now_us() - start_us_) * 1e-6;
   stats.kv_num_slabs = layout_.num_usable_slabs();
   stats.kv_free_slabs = usage_.free_slabs;

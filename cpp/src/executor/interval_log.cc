@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iomanip>
+#include <numeric>
 #include <sstream>
 
 namespace paceline {
@@ -15,7 +16,8 @@ double ratio(int64_t a, int64_t b) {
 }  // namespace
 
 std::string IntervalLog::line(const EngineCounts& counts, int32_t num_running, int32_t num_waiting,
-                              double kv_usage, int32_t num_draft_tokens) const {
+                              double kv_usage, int32_t num_draft_tokens,
+                              const DraftChoice& choice) const {
   const EngineCounts all = counts.since(at_last_line_);
   const double seconds = std::max(static_cast<double>(worked_us_) * 1e-6, 1e-6);
   const auto rate = [&](int64_t count) { return static_cast<double>(count) / seconds; };
@@ -25,6 +27,25 @@ std::string IntervalLog::line(const EngineCounts& counts, int32_t num_running, i
       << " samples, prompt throughput: " << rate(all.prompt_tokens)
       << " tokens/s, generation throughput: " << rate(all.emitted_tokens)
       << " tokens/s, KV cache usage: " << 100 * kv_usage << "%, preemptions: " << all.preemptions;
+  if (!choice.estimates.empty()) {
+    // What is chosen, for how much of the time, and why.
+    const double us = static_cast<double>(std::max<int64_t>(
+        std::accumulate(all.us_per_length.begin(), all.us_per_length.end(), int64_t{0}), 1));
+    out << ". Drafts: " << choice.num_drafts << " now";
+    for (const DraftChooser::Estimate& of : choice.estimates) {
+      const auto i = static_cast<size_t>(of.num_drafts);
+      out << (of.num_drafts == 0 ? " (" : "; ") << of.num_drafts << ": "
+          << 100 * static_cast<double>(all.us_per_length[i]) / us << "% of the time, "
+          << std::setprecision(2) << of.tokens << " tokens in ";
+      if (of.us > 0) {
+        out << of.us * 1e-3 << " ms";
+      } else {
+        out << "unknown time";
+      }
+      out << std::setprecision(1);
+    }
+    out << ")";
+  }
   if (all.verify_windows == 0) return out.str();
   out << ". Speculative decoding: mean acceptance length: " << std::setprecision(2)
       << 1 + ratio(all.accepted_tokens, all.verify_windows) << std::setprecision(1)

@@ -5,10 +5,18 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
+#include "executor/draft_chooser.h"
 #include "executor/statistics.h"
 
 namespace paceline {
+
+// With `adaptive`, the choice of the number of drafts and what it follows from.
+struct DraftChoice {
+  int32_t num_drafts = 0;
+  std::vector<DraftChooser::Estimate> estimates;
+};
 
 // Measures the time for which the engine has worked since the last line. Not thread-safe.
 class IntervalLog {
@@ -26,8 +34,8 @@ class IntervalLog {
   }
   // The line of the interval that ends with these counts. kv_usage: the share of the pool in use.
   [[nodiscard]] std::string line(const EngineCounts& counts, int32_t num_running,
-                                 int32_t num_waiting, double kv_usage,
-                                 int32_t num_draft_tokens) const;
+                                 int32_t num_waiting, double kv_usage, int32_t num_draft_tokens,
+                                 const DraftChoice& choice = {}) const;
   // Begins the next interval.
   void restart(const EngineCounts& counts);
 

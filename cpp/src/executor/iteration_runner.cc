@@ -14,10 +14,21 @@
 
 namespace paceline {
 
+std::vector<int32_t> decode_buckets(int32_t max_seqs) {
+  // Buckets are close together where batches are small, since padding is a larger part of these.
+  std::vector<int32_t> buckets;
+  for (int32_t n = 1; n < max_seqs; n += n < 4 ? 1 : n < 16 ? 4 : n < 64 ? 8 : n < 256 ? 32 : 128) {
+    buckets.push_back(n);
+  }
+  buckets.push_back(max_seqs);
+  return buckets;
+}
+
 IterationExtent extent_of(const Batch& batch) {
   const IterationCounts& counts = batch.counts();
   const StagedInputs& inputs = batch.inputs;
-  IterationExtent extent = {.num_seqs = counts.num_seqs,
+  IterationExtent extent = {.num_drafts = batch.num_drafts,
+                            .num_seqs = counts.num_seqs,
                             .num_drafting = counts.num_drafting,
                             .num_verify_rows = counts.num_verify_rows,
                             .num_first_rows = counts.num_first_rows,
@@ -25,6 +36,7 @@ IterationExtent extent_of(const Batch& batch) {
                             .num_prompt_rows = counts.num_prompt_rows,
                             .num_forks = counts.num_forks,
                             .num_block_copies = counts.num_block_copies,
+                            .gathers_hidden = batch.gathers_hidden,
                             .has_logit_work = batch.has_logit_work};
   for (int32_t i = 0; i < counts.num_seqs; ++i) {
     extent.verify_rows_per_seq =
@@ -56,6 +68,9 @@ IterationRunner<Ctx, Graph>::IterationRunner(Ctx& ctx, DeviceMemory& memory, Dev
       iteration_(options_.iteration, layout_, target_, speculator_, buffers_),
       ring_(memory, options.iteration.shape, layout, options.iteration.max_model_len,
             target->config.vocab_size, options.max_in_flight + 1, arena) {
+  std::vector<int32_t>& lengths = options_.draft_lengths;
+  const int32_t k = options_.iteration.shape.num_draft_tokens;
+  if (lengths.empty()) lengths = k > 0 ? std::vector<int32_t>{0, k} : std::vector<int32_t>{0};
   buffers_.kv_pool = pool_.data();
   buffers_.sampling.masks = ring_.inputs(0).masks;
 }
@@ -82,11 +97,11 @@ void IterationRunner<Ctx, Graph>::end(bool has_logit_work) {
 
 template <class Ctx, class Graph>
 auto IterationRunner<Ctx, Graph>::capture_graphs(const IterationExtent& extent) -> Graphs {
-  const int32_t num_steps = iteration_.num_draft_steps();
+  const int32_t num_steps = iteration_.num_draft_steps(extent.num_drafts);
   const auto until_first_draft = [&] {
     begin();
     iteration_.verify(ctx_, extent);
-    iteration_.first_draft_pass(ctx_, extent);
+    if (extent.num_drafts > 0) iteration_.first_draft_pass(ctx_, extent);
   };
   const auto step = [&] { iteration_.draft_step(ctx_, extent); };
   const auto all_steps = [&] {
@@ -129,31 +144,44 @@ void IterationRunner<Ctx, Graph>::capture(
   const auto total = static_cast<int32_t>(buckets.size());
   for (const int32_t num_seqs : buckets) {
     if (on_capture) on_capture(static_cast<int32_t>(buckets_.size()), total);
-    const auto graphs = [&](bool has_logit_work) {
-      return capture_graphs(decode_extent(options_.iteration.shape, num_seqs, has_logit_work));
-    };
-    buckets_.push_back({.num_seqs = num_seqs, .plain = graphs(false), .full = graphs(true)});
+    Bucket& bucket = buckets_.emplace_back();
+    bucket.num_seqs = num_seqs;
+    for (const int32_t num_drafts : options_.draft_lengths) {
+      const auto graphs = [&](bool has_logit_work) {
+        return capture_graphs(
+            decode_extent(options_.iteration.shape, num_seqs, num_drafts, has_logit_work));
+      };
+      Variant& variant = bucket.variants.emplace_back();
+      variant.plain = graphs(false);
+      variant.full = graphs(true);
+    }
   }
   if (on_capture) on_capture(total, total);
 }
 
 template <class Ctx, class Graph>
-auto IterationRunner<Ctx, Graph>::graphs_of(int32_t num_seqs, bool has_logit_work) const
+auto IterationRunner<Ctx, Graph>::graphs_of(int32_t num_seqs, const Batch& batch) const
     -> const Graphs& {
   const auto found =
       std::lower_bound(buckets_.begin(), buckets_.end(), num_seqs,
                        [](const Bucket& bucket, int32_t n) { return bucket.num_seqs < n; });
   PACELINE_CHECK(found != buckets_.end(), "no graph is captured for ", num_seqs, " sequences");
-  return has_logit_work ? found->full : found->plain;
+  const std::vector<int32_t>& lengths = options_.draft_lengths;
+  const auto length = std::find(lengths.begin(), lengths.end(), batch.num_drafts);
+  PACELINE_CHECK(length != lengths.end(), "no graph is captured for ", batch.num_drafts, " drafts");
+  const Variant& variant = found->variants[static_cast<size_t>(length - lengths.begin())];
+  return batch.has_logit_work ? variant.full : variant.plain;
 }
 
 template <class Ctx, class Graph>
 std::vector<Graph*> IterationRunner<Ctx, Graph>::graphs() {
   std::vector<Graph*> all;
   for (Bucket& bucket : buckets_) {
-    for (Graphs* graphs : {&bucket.plain, &bucket.full}) {
-      all.push_back(&graphs->decode);
-      all.push_back(&graphs->draft_steps);
+    for (Variant& variant : bucket.variants) {
+      for (Graphs* graphs : {&variant.plain, &variant.full}) {
+        all.push_back(&graphs->decode);
+        all.push_back(&graphs->draft_steps);
+      }
     }
   }
   return all;
@@ -167,14 +195,14 @@ void IterationRunner<Ctx, Graph>::bind(Batch& batch) const {
 
 template <class Ctx, class Graph>
 void IterationRunner<Ctx, Graph>::run(const Batch& batch) {
-  if (batch.has_prefill || options_.driver == DraftDriver::kEager) {
+  if (batch.needs_eager_run() || options_.driver == DraftDriver::kEager) {
     run_eagerly(batch);
     return;
   }
   const int32_t num_seqs = batch.counts().num_seqs;
-  graphs_of(num_seqs, batch.has_logit_work).decode.launch(ctx_);
-  if (options_.driver == DraftDriver::kReplay && iteration_.num_draft_steps() > 0) {
-    run_draft_steps(num_seqs, batch.has_logit_work, /*extent=*/{});
+  graphs_of(num_seqs, batch).decode.launch(ctx_);
+  if (options_.driver == DraftDriver::kReplay && iteration_.num_draft_steps(batch.num_drafts) > 0) {
+    run_draft_steps(num_seqs, batch, /*extent=*/{});
     end(batch.has_logit_work);
   }
 }
@@ -198,22 +226,22 @@ void IterationRunner<Ctx, Graph>::run_eagerly(const Batch& batch) {
   if (extent.num_first_rows > 0 || extent.num_drafting > 0) {
     iteration_.first_draft_pass(ctx_, extent);
     if (extent.num_drafting > 0) {
-      run_draft_steps(extent.num_drafting, batch.has_logit_work, extent);
+      run_draft_steps(extent.num_drafting, batch, extent);
     }
   }
   end(batch.has_logit_work);
 }
 
 template <class Ctx, class Graph>
-void IterationRunner<Ctx, Graph>::run_draft_steps(int32_t num_drafting, bool has_logit_work,
+void IterationRunner<Ctx, Graph>::run_draft_steps(int32_t num_drafting, const Batch& batch,
                                                   const IterationExtent& extent) {
-  const int32_t num_steps = iteration_.num_draft_steps();
+  const int32_t num_steps = iteration_.num_draft_steps(batch.num_drafts);
   if (num_steps == 0) return;
   if (options_.driver == DraftDriver::kEager) {
     for (int32_t i = 0; i < num_steps; ++i) iteration_.draft_step(ctx_, extent);
     return;
   }
-  const Graph& steps = graphs_of(num_drafting, has_logit_work).draft_steps;
+  const Graph& steps = graphs_of(num_drafting, batch).draft_steps;
   const int32_t num_launches = options_.driver == DraftDriver::kReplay ? num_steps : 1;
   for (int32_t i = 0; i < num_launches; ++i) steps.launch(ctx_);
 }
@@ -222,8 +250,9 @@ template <class Ctx, class Graph>
 void IterationRunner<Ctx, Graph>::enqueue_decode(const IterationExtent& extent) {
   begin();
   iteration_.verify(ctx_, extent);
-  iteration_.first_draft_pass(ctx_, extent);
-  for (int32_t i = 0; i < iteration_.num_draft_steps(); ++i) iteration_.draft_step(ctx_, extent);
+  if (extent.num_drafts > 0) iteration_.first_draft_pass(ctx_, extent);
+  const int32_t num_steps = iteration_.num_draft_steps(extent.num_drafts);
+  for (int32_t i = 0; i < num_steps; ++i) iteration_.draft_step(ctx_, extent);
   end(extent.has_logit_work);
 }
 

@@ -25,6 +25,10 @@
 
 namespace paceline {
 
+// Numbers of sequences that batches are rounded up to, ascending; the last is max_seqs. Graphs of
+// GPUs are captured for these, and times of iterations are kept by them.
+[[nodiscard]] std::vector<int32_t> decode_buckets(int32_t max_seqs);
+
 // The numbers of rows of this batch, which are the bounds of an eager iteration.
 [[nodiscard]] IterationExtent extent_of(const Batch& batch);
 
@@ -37,8 +41,8 @@ class IterationRunner {
                   const KvLayout& layout, const RunnerOptions& options, DType activation_dtype);
 
   // Captures the graphs of decode iterations for each number of sequences in `buckets`, which are
-  // ascending. An iteration uses the smallest bucket that is large enough. Does nothing for the
-  // eager driver.
+  // ascending, and each k' of the options. An iteration uses the smallest bucket that is large
+  // enough. Does nothing for the eager driver.
   void capture(std::span<const int32_t> buckets,
                const std::function<void(int32_t done, int32_t total)>& on_capture);
 
@@ -55,6 +59,7 @@ class IterationRunner {
   [[nodiscard]] std::array<ExpertCounts, kNumModels> experts(int64_t iteration) const;
 
   [[nodiscard]] const IterationOptions& options() const { return options_.iteration; }
+  [[nodiscard]] std::span<const int32_t> draft_lengths() const { return options_.draft_lengths; }
   [[nodiscard]] const IterationRing& ring() const { return ring_; }
   [[nodiscard]] const IterationBuffers& buffers() const { return buffers_; }
   [[nodiscard]] const Iteration& iteration() const { return iteration_; }
@@ -71,19 +76,24 @@ class IterationRunner {
     Graph decode;
     Graph draft_steps;  // all draft steps, or the one step that is replayed
   };
-  struct Bucket {
-    int32_t num_seqs = 0;
+  // The graphs of a bucket of sequences and a k'.
+  struct Variant {
     Graphs plain;  // for batches without logit work; see IterationExtent
     Graphs full;   // for all others
   };
+  struct Bucket {
+    int32_t num_seqs = 0;
+    std::vector<Variant> variants;  // by index in draft_lengths
+  };
 
   [[nodiscard]] Graphs capture_graphs(const IterationExtent& extent);
-  [[nodiscard]] const Graphs& graphs_of(int32_t num_seqs, bool has_logit_work) const;
+  // The graphs for this number of sequences, and the batch's k' and logit work.
+  [[nodiscard]] const Graphs& graphs_of(int32_t num_seqs, const Batch& batch) const;
   [[nodiscard]] ExpertCounters expert_counters() const;
   void begin();
   void end(bool has_logit_work);
   void run_eagerly(const Batch& batch);
-  void run_draft_steps(int32_t num_drafting, bool has_logit_work, const IterationExtent& extent);
+  void run_draft_steps(int32_t num_drafting, const Batch& batch, const IterationExtent& extent);
   void copy_scores(const Batch& batch);
 
   Ctx& ctx_;

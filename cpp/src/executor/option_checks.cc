@@ -76,6 +76,18 @@ void check_rejection(const SpeculativeOptions& s) {
   }
 }
 
+void check_adaptive(const ExecutorOptions& o) {
+  const SpeculativeOptions& s = o.speculative;
+  if (!s.adaptive.value_or(false)) return;
+  const char* const cause = s.num_speculative_tokens == 0 ? "num_speculative_tokens is 0"
+                            : s.host_drafter != nullptr
+                                ? "host_drafter is given, whose time the engine does not know"
+                            : o.use_null_device ? "use_null_device is true"
+                                                : nullptr;
+  if (cause == nullptr) return;
+  throw InvalidArgument(concat("adaptive is true, but ", cause, "; allowed then: false"));
+}
+
 void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
   const double share = o.gpu_memory_utilization;
   if (!(share >= 0 && share <= 1)) {
@@ -115,6 +127,7 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
   check_ngram(s, draft);
   check_rejection(s);
   check_host_drafter(o, draft);
+  check_adaptive(o);
   const bool drafts = draft != nullptr || s.ngram_max > 0 || s.host_drafter != nullptr;
   if (s.num_speculative_tokens > 0 && !drafts) {
     throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,

@@ -24,6 +24,8 @@ namespace paceline {
 struct RunnerOptions {
   IterationOptions iteration;
   DraftDriver driver = DraftDriver::kUnrolled;
+  // The values of k' for which graphs are captured, ascending. Empty: 0 and k.
+  std::vector<int32_t> draft_lengths;
   int32_t max_in_flight = 2;
 };
 

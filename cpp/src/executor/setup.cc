@@ -34,7 +34,47 @@ int32_t max_adopted_tokens(const ExecutorOptions& o) {
   return static_cast<int32_t>(std::min<int64_t>(all, std::max(kAdoptedTokens, o.max_model_len)));
 }
 
-IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft) {
+// Whether k' may differ from k while a sequence drafts.
+bool varies_drafts(const ExecutorOptions& o) {
+  return o.speculative.adaptive.value_or(false) || o.draft_schedule_seed != 0;
+}
+
+// The values of k' for which there are graphs: 0, k and, if it varies, the powers of two between.
+// Graphs cost time to capture and memory, and a k' between two of these gains little.
+std::vector<int32_t> draft_lengths(const ExecutorOptions& o) {
+  const int32_t k = o.speculative.num_speculative_tokens;
+  std::vector<int32_t> lengths = {0};
+  if (varies_drafts(o)) {
+    for (int32_t length = 1; length < k; length *= 2) lengths.push_back(length);
+  }
+  if (k > 0) lengths.push_back(k);
+  return lengths;
+}
+
+// A drafter with sliding windows that has missed more tokens of a sequence would need KV of
+// positions that have left its windows.
+constexpr int32_t kMaxMissedWithWindows = 64;
+
+bool has_windows(const Model& target, const Model* draft) {
+  if (draft == nullptr) return false;
+  const std::vector<KvLayerShape> shapes = draft_kv_layer_shapes(draft->config, target.config);
+  return std::any_of(shapes.begin(), shapes.end(),
+                     [](const KvLayerShape& shape) { return kv_window(shape.kind) > 0; });
+}
+
+// Tokens of each sequence whose hidden states are kept for a drafter that has missed them.
+int32_t kept_hidden_tokens(const ExecutorOptions& o, const Model& target, const Model* draft,
+                           const SpecTraits& traits) {
+  if (!varies_drafts(o) || traits.first_rows != FirstRows::kWindow) return 0;
+  constexpr int64_t kBytes = int64_t{64} << 20;
+  const size_t num_parts = std::max<size_t>(draft->config.drafter->aux_layers.size(), 1);
+  const int64_t token_bytes = static_cast<int64_t>(num_parts) * target.config.residual_width() *
+                              dtype_bytes(activation_dtype(target, draft)) * o.max_num_seqs;
+  return static_cast<int32_t>(std::clamp<int64_t>(kBytes / token_bytes, 8, 64));
+}
+
+IterationOptions iteration_options(const ExecutorOptions& o, const Model& target,
+                                   const Model* draft) {
   const int32_t k = o.speculative.num_speculative_tokens;
   const ModelFreeOptions model_free = model_free_options(o.speculative);
   const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, model_free);
@@ -54,7 +94,8 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
           .draft_stop_threshold = o.speculative.draft_stop_threshold,
           .use_window_lists = o.use_window_lists,
           .model_free = model_free,
-          .draft_position = o.speculative.draft_position};
+          .draft_position = o.speculative.draft_position,
+          .kept_hidden_tokens = kept_hidden_tokens(o, target, draft, traits)};
 }
 
 WindowMakerOptions window_options(const ExecutorOptions& o, const Model& target,
@@ -75,49 +116,63 @@ WindowMakerOptions window_options(const ExecutorOptions& o, const Model& target,
 // The most iterations that are launched and not yet read: one ahead, or more for a late device.
 int32_t max_in_flight(const ExecutorOptions& o) { return std::max(2, o.device_lateness + 1); }
 
-RunnerOptions runner_options(const ExecutorOptions& o, const Model* draft) {
-  return {.iteration = iteration_options(o, draft),
-          .driver = o.draft_driver,
-          .max_in_flight = max_in_flight(o)};
+RunnerOptions runner_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
+  RunnerOptions options = {.iteration = iteration_options(o, target, draft),
+                           .driver = o.draft_driver,
+                           .max_in_flight = max_in_flight(o)};
+  options.draft_lengths = draft_lengths(o);
+  return options;
 }
 
 }  // namespace
 
 EngineOptions engine_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
-  const IterationOptions iteration = iteration_options(o, draft);
-  return {.shape = iteration.shape,
-          .scheduler = {.max_num_seqs = o.max_num_seqs,
-                        .max_num_batched_tokens = o.max_num_batched_tokens,
-                        .prefill_chunk_size = o.prefill_chunk_size > 0 ? o.prefill_chunk_size
-                                                                       : o.max_num_batched_tokens,
-                        .max_score_rows = kMaxScoreRows,
-                        .num_draft_tokens = o.speculative.num_speculative_tokens,
-                        .max_in_flight = max_in_flight(o),
-                        .enable_prefix_caching = o.enable_prefix_caching,
-                        .kv_lookahead = iteration.shape.first_rows == FirstRows::kWindow ? 1 : 0,
-                        .max_adopted_tokens = max_adopted_tokens(o)},
-          .max_model_len = o.max_model_len,
-          .vocab_size = target.config.vocab_size,
-          .hidden_size = target.config.hidden,
-          .num_layers = static_cast<int32_t>(target.config.layers.size()),
-          .num_streams = target.config.streams.count,
-          .device = target.device,
-          .max_waiting_requests = o.max_waiting_requests,
-          .host_delay_max_us = o.host_delay_max_us,
-          .poisons_freed_blocks = o.poison_freed_blocks,
-          .log_interval_s = o.log_interval_s,
-          .hang_timeout_s = o.hang_timeout_s,
-          .host_drafter = o.speculative.host_drafter,
-          .windows = window_options(o, target, draft),
-          .allows_constraints =
-              o.speculative.accept_method != AcceptMethod::kSynthetic && !o.use_null_device};
+  const IterationOptions iteration = iteration_options(o, target, draft);
+  const FirstRows first_rows = iteration.shape.first_rows;
+  const int32_t num_kept = iteration.kept_hidden_tokens;
+  EngineOptions options = {
+      .shape = iteration.shape,
+      .scheduler = {.max_num_seqs = o.max_num_seqs,
+                    .max_num_batched_tokens = o.max_num_batched_tokens,
+                    .prefill_chunk_size =
+                        o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens,
+                    .max_score_rows = kMaxScoreRows,
+                    .num_draft_tokens = o.speculative.num_speculative_tokens,
+                    .drafter_falls_behind =
+                        first_rows == FirstRows::kNewest || first_rows == FirstRows::kWindow,
+                    .max_missed =
+                        varies_drafts(o) && has_windows(target, draft) ? kMaxMissedWithWindows : 0,
+                    .max_exact_missed = num_kept > 0 ? num_kept - 1 : INT32_MAX,
+                    .max_in_flight = max_in_flight(o),
+                    .enable_prefix_caching = o.enable_prefix_caching,
+                    .kv_lookahead = first_rows == FirstRows::kWindow ? 1 : 0,
+                    .max_adopted_tokens = max_adopted_tokens(o)},
+      .max_model_len = o.max_model_len,
+      .vocab_size = target.config.vocab_size,
+      .hidden_size = target.config.hidden,
+      .num_layers = static_cast<int32_t>(target.config.layers.size()),
+      .num_streams = target.config.streams.count,
+      .device = target.device,
+      .max_waiting_requests = o.max_waiting_requests,
+      .host_delay_max_us = o.host_delay_max_us,
+      .poisons_freed_blocks = o.poison_freed_blocks,
+      .log_interval_s = o.log_interval_s,
+      .hang_timeout_s = o.hang_timeout_s,
+      .host_drafter = o.speculative.host_drafter,
+      .windows = window_options(o, target, draft),
+      .allows_constraints =
+          o.speculative.accept_method != AcceptMethod::kSynthetic && !o.use_null_device,
+      .is_adaptive = o.speculative.adaptive.value_or(false),
+      .draft_schedule_seed = o.draft_schedule_seed};
+  options.scheduler.draft_lengths = draft_lengths(o);
+  return options;
 }
 
 int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const Model* draft) {
   ExecutorOptions o = given;
   o.kv_cache_bytes = int64_t{1} << 40;  // any pool: the workspace does not depend on its size
   const KvLayout layout = plan_layout(o, target, draft);
-  const RunnerOptions runner = runner_options(o, draft);
+  const RunnerOptions runner = runner_options(o, target, draft);
   // The models outlive the call, so these need not own them.
   const std::shared_ptr<const Model> shared_target(std::shared_ptr<void>(), &target);
   const std::shared_ptr<const Model> shared_draft(std::shared_ptr<void>(), draft);
@@ -134,7 +189,7 @@ std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
                                     const std::shared_ptr<const Model>& draft,
                                     const KvLayout& layout, const ExecutorOptions& o,
                                     [[maybe_unused]] const Executor::Progress& progress) {
-  const RunnerOptions runner = runner_options(o, draft.get());
+  const RunnerOptions runner = runner_options(o, *target, draft.get());
   if (o.use_null_device) {
     const InputCapacity capacity =
         input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <span>
+#include <utility>
 
 #include "base/reserve_more.h"
 #include "request/sequence.h"
@@ -14,6 +15,7 @@ namespace {
 constexpr size_t kMaxIterationSamples = 65536;
 
 using PerPosition = std::array<int64_t, kMaxDraftTokens>;
+using PerLength = std::array<int64_t, kMaxDraftTokens + 1>;
 
 // All counts of EngineCounts, for sums and differences.
 constexpr std::array kCounts = {&EngineCounts::iterations,
@@ -36,8 +38,11 @@ constexpr std::array kCounts = {&EngineCounts::iterations,
                                 &EngineCounts::host_us};
 constexpr std::array kPositionCounts = {&EngineCounts::drafted_per_position,
                                         &EngineCounts::accepted_per_position};
-static_assert(sizeof(EngineCounts) ==
-              kCounts.size() * sizeof(int64_t) + kPositionCounts.size() * sizeof(PerPosition));
+constexpr std::array kLengthCounts = {&EngineCounts::iterations_per_length,
+                                      &EngineCounts::us_per_length};
+static_assert(sizeof(EngineCounts) == kCounts.size() * sizeof(int64_t) +
+                                          kPositionCounts.size() * sizeof(PerPosition) +
+                                          kLengthCounts.size() * sizeof(PerLength));
 
 // Counts that IterationTimes has for each iteration.
 struct TimedCount {
@@ -55,6 +60,9 @@ constexpr TimedCount kTimedCounts[] = {
 void add_times(EngineCounts& a, const EngineCounts& b, int64_t factor) {
   for (const auto count : kCounts) a.*count += factor * b.*count;
   for (const auto counts : kPositionCounts) {
+    for (size_t i = 0; i < (a.*counts).size(); ++i) (a.*counts)[i] += factor * (b.*counts)[i];
+  }
+  for (const auto counts : kLengthCounts) {
     for (size_t i = 0; i < (a.*counts).size(); ++i) (a.*counts)[i] += factor * (b.*counts)[i];
   }
 }
@@ -119,6 +127,13 @@ ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
   const auto per_position = [&](const PerPosition& all) {
     return std::vector<int64_t>(all.begin(), all.begin() + num_draft_tokens);
   };
+  std::vector<ExecutorStats::Drafts> drafts;
+  for (int32_t n = 0; n <= num_draft_tokens; ++n) {
+    const auto i = static_cast<size_t>(n);
+    drafts.push_back({.num_drafts = n,
+                      .num_iterations = counts.iterations_per_length[i],
+                      .us = static_cast<double>(counts.us_per_length[i])});
+  }
   return {.num_iterations = counts.iterations,
           .num_finished = counts.finished,
           .num_failed = counts.failed,
@@ -139,6 +154,8 @@ ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
           .num_draft_mixture_layers = counts.draft_mixture_layers,
           .num_draft_experts_hit = counts.draft_experts_hit,
           .host_us = static_cast<double>(counts.host_us),
+          .drafts = std::move(drafts),
+          .num_drafts = num_draft_tokens,
           .num_running = num_running_,
           .num_waiting = num_waiting_};
 }
@@ -161,6 +178,9 @@ void EngineStatistics::add(const IterationStatistics& iteration, const Runner::T
   add_per_position(counts_.drafted_per_position, iteration.num_drafted);
   add_per_position(counts_.accepted_per_position, iteration.num_accepted);
   ++counts_.iterations;
+  const auto length = static_cast<size_t>(iteration.num_drafts);
+  ++counts_.iterations_per_length[length];
+  counts_.us_per_length[length] += static_cast<int64_t>(timing.us);
   if (!has_room) return;
   times_.us.push_back(timing.us);
   times_.idle_us.push_back(timing.idle_us);

@@ -41,6 +41,9 @@ struct EngineCounts {
   int64_t host_us = 0;
   std::array<int64_t, kMaxDraftTokens> drafted_per_position{};
   std::array<int64_t, kMaxDraftTokens> accepted_per_position{};
+  // By k'.
+  std::array<int64_t, kMaxDraftTokens + 1> iterations_per_length{};
+  std::array<int64_t, kMaxDraftTokens + 1> us_per_length{};
 
   // What has been counted since an earlier state.
   [[nodiscard]] EngineCounts since(const EngineCounts& earlier) const;
@@ -50,6 +53,7 @@ struct EngineCounts {
 struct IterationStatistics {
   int32_t num_decoding = 0;  // sequences that emitted from a verify window
   int32_t num_prefill = 0;   // sequences with prefill or score rows
+  int32_t num_drafts = 0;    // k'
   EngineCounts counts;       // without the counts per position
   // Verify windows by the number of drafts that were verified, and accepted.
   std::array<int32_t, kMaxDraftTokens + 1> num_drafted{};

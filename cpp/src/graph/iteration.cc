@@ -38,8 +38,8 @@ bool Iteration::has_draft_passes() const {
   return traits_of(speculator_).first_rows != FirstRows::kNone;
 }
 
-int32_t Iteration::num_draft_steps() const {
-  return has_draft_passes() ? options_.shape.num_draft_tokens - 1 : 0;
+int32_t Iteration::num_draft_steps(int32_t num_drafts) const {
+  return has_draft_passes() ? std::max(num_drafts - 1, 0) : 0;
 }
 
 bool Iteration::is_drafted_from(size_t group) const {
@@ -168,7 +168,8 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
       build(ctx, rows, b.verify_metadata[g], /*padded_rows=*/0);
     }
   }
-  HiddenTaps taps = b.target_hidden;
+  const bool feeds_drafter = extent.num_first_rows > 0 || b.kept_hidden.num_tokens > 0;
+  HiddenTaps taps = feeds_drafter ? b.target_hidden : HiddenTaps{};
   taps.captures = captures;
   target_.forward(ctx, rows, b.verify_metadata, b.activations, taps);
   target_.logits(
@@ -220,6 +221,7 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
     params.recovered_tokens = b.rejection.recovered_tokens;
   }
   ctx.run(accept, params);
+  keep_hidden_states(ctx, extent);
   if (!extent.has_logit_work) return;
   ctx.run(count_emitted_tokens, CountEmittedTokensParams{.inputs = b.staged,
                                                          .sampling = b.sampling,
@@ -229,10 +231,27 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
 }
 
 template <class Ctx>
+void Iteration::keep_hidden_states(Ctx& ctx, const IterationExtent& extent) const {
+  const IterationBuffers& b = buffers_;
+  const bool is_missed = extent.num_drafts == 0 || extent.gathers_hidden;
+  if (b.kept_hidden.num_tokens == 0 || !is_missed) return;
+  const int64_t row_bytes = b.target_hidden.width * dtype_bytes(b.activations.dtype);
+  ctx.run(keep_hidden, KeepHiddenParams{.inputs = b.staged,
+                                        .sequences = b.sequences,
+                                        .results = b.results,
+                                        .max_seqs = extent.num_seqs,
+                                        .hidden = static_cast<int32_t*>(b.target_hidden.data),
+                                        .row_words = static_cast<int32_t>(row_bytes / 4),
+                                        .kept = b.kept_hidden});
+}
+
+template <class Ctx>
 void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   if (!has_draft_passes()) {
-    propose(ctx, speculator_, b.staged, b.sequences, extent.num_drafting);
+    if (extent.num_drafting > 0) {
+      propose(ctx, speculator_, b.staged, b.sequences, extent.num_drafting);
+    }
     return;
   }
   const SpecTraits traits = traits_of(speculator_);
@@ -240,21 +259,39 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
       with_extent(b.first_rows, extent.num_first_rows, extent.num_seqs, extent.first_rows_per_seq);
   const PassRows step_rows =
       with_extent(b.step_rows, extent.num_drafting, extent.num_drafting, /*rows_per_seq=*/1);
+  const bool gathers = traits.first_rows == FirstRows::kWindow && extent.gathers_hidden;
+  int32_t* const hidden_rows =
+      gathers || traits.first_rows == FirstRows::kLast ? b.hidden_rows : nullptr;
   ctx.run(assemble_first_rows, AssembleFirstRowsParams{.inputs = b.staged,
                                                        .sequences = b.sequences,
                                                        .rows = rows,
                                                        .first_rows = traits.first_rows,
                                                        .results = b.results,
                                                        .last_row = b.first_last_row,
-                                                       .hidden_rows = b.hidden_rows});
+                                                       .hidden_rows = hidden_rows,
+                                                       .kept = b.kept_hidden});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (is_drafted_from(g)) {
       build(ctx, rows, b.first_metadata[g], /*padded_rows=*/0);
     }
   }
-  draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations,
-                {.target_hidden = traits.takes_target_hidden ? b.target_hidden.data : nullptr,
-                 .hidden_rows = b.hidden_rows});
+  DraftHeadInput input{.target_hidden = traits.takes_target_hidden ? b.target_hidden.data : nullptr,
+                       .hidden_rows = hidden_rows};
+  if (gathers) {
+    // In memory of its own, since a draft head may overwrite its input.
+    ctx.run(copy_rows, CopyRowsParams{.num_rows = rows.num_rows,
+                                      .max_rows = rows.capacity,
+                                      .row_index = hidden_rows,
+                                      .x = b.target_hidden.data,
+                                      .x_stride = b.target_hidden.width,
+                                      .y = b.gathered_hidden,
+                                      .y_stride = b.target_hidden.width,
+                                      .width = b.target_hidden.width,
+                                      .x_dtype = b.activations.dtype,
+                                      .y_dtype = b.activations.dtype});
+    input = {.target_hidden = b.gathered_hidden};
+  }
+  draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations, input);
   draft_logits(ctx, speculator_, &b.staged.counts->num_drafting, extent.num_drafting,
                b.first_last_row, b.activations, b.draft_output);
   draw_drafts(ctx, extent, &b.staged.counts->num_drafting, b.first_last_row, rows,

@@ -2,9 +2,10 @@
 #pragma once
 
 // One iteration as a sequence of op calls on fixed buffers:
-//   verify forward -> logits -> draw -> accept | first draft pass | draft step x (k-1)
-// The three parts are functions over a context, so that an eager run and a captured graph make the
-// same calls. Buffers are allocated once, at their largest size.
+//   verify forward -> logits -> draw -> accept | first draft pass | draft step x (k'-1)
+// k' is how many drafts the iteration makes for the next one, at most k. With k' = 0 only verify
+// runs. The three parts are functions over a context, so that an eager run and a captured graph
+// make the same calls. Buffers are allocated once, at their largest size.
 
 #include <cstddef>
 #include <cstdint>
@@ -19,6 +20,7 @@
 #include "metadata/pass_rows.h"
 #include "model/decoder.h"
 #include "sample/logprobs.h"
+#include "speculate/row_ops.h"
 #include "speculate/speculator.h"
 #include "wire/batch_shape.h"
 #include "wire/sequence_result.h"
@@ -62,11 +64,13 @@ struct IterationBuffers {
                                       // sequence of its own and draws
   int32_t* first_last_row = nullptr;  // [max_seqs] the first-pass row that draws for a sequence
   HiddenTaps target_hidden{};         // rows of the verify pass, read by the drafter's first pass
-  // [first rows] with FirstRows::kLast: the row of target_hidden that each row of the first pass
-  // reads; otherwise null
+  // [first rows] the row of target_hidden that each row of the first pass reads; null if it is
+  // always row i for row i
   int32_t* hidden_rows = nullptr;
-  DraftHeadOutput draft_output{};     // [max_seqs] rows: the drafter's newest output
-  RejectionBuffers rejection{};       // for `standard` and `block` acceptance, otherwise empty
+  KeptHidden kept_hidden{};         // in target_hidden
+  void* gathered_hidden = nullptr;  // [first rows, width] the rows of hidden_rows, with kept_hidden
+  DraftHeadOutput draft_output{};   // [max_seqs] rows: the drafter's newest output
+  RejectionBuffers rejection{};     // for `standard` and `block` acceptance, otherwise empty
   SequenceResult* results = nullptr;  // [max_seqs]
   LogprobBuffers logprobs{};
 };
@@ -74,6 +78,7 @@ struct IterationBuffers {
 // Upper bounds of the rows of an iteration's passes. The host uses them for grids and padding. A
 // captured graph has the bounds of its bucket.
 struct IterationExtent {
+  int32_t num_drafts = 0;  // k'
   int32_t num_seqs = 0;
   int32_t num_drafting = 0;
   int32_t num_verify_rows = 0;
@@ -84,16 +89,17 @@ struct IterationExtent {
   int32_t first_rows_per_seq = 0;
   int32_t num_forks = 0;
   int32_t num_block_copies = 0;
+  bool gathers_hidden = false;  // see Batch
   // Whether sequences may use the logits pipeline (bias, penalties, bans, top-k, top-p, min-p) or
   // logprobs. If not, its ops are left out, since on a GPU an op takes time even without work.
   bool has_logit_work = true;
 };
 
 // full_extent bounds every iteration that the shape allows, decode_extent one with `num_seqs`
-// decoding sequences.
+// decoding sequences and k' = num_drafts.
 [[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
 [[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs,
-                                            bool has_logit_work = true);
+                                            int32_t num_drafts, bool has_logit_work = true);
 
 struct IterationOptions {
   BatchShape shape;
@@ -106,6 +112,9 @@ struct IterationOptions {
   bool use_window_lists = false;
   ModelFreeOptions model_free;
   DraftPosition draft_position = DraftPosition::kLast;
+  // Tokens of a sequence whose hidden states are kept for a drafter that has missed them. 0: the
+  // drafter misses none.
+  int32_t kept_hidden_tokens = 0;
   // Returns for how many rows activations and logits are allocated if `rows` are needed, since a
   // library may compute whole tiles of rows. Null: for `rows`.
   int32_t (*padded_rows)(int32_t rows) = nullptr;
@@ -138,8 +147,8 @@ class Iteration {
   template <class Ctx>
   void draft_step(Ctx& ctx, const IterationExtent& extent) const;
 
-  // Draft steps after the first pass: k - 1, or 0 if no drafter with passes is used.
-  [[nodiscard]] int32_t num_draft_steps() const;
+  // Draft steps after the first pass: k' - 1, or 0 if no drafter with passes is used.
+  [[nodiscard]] int32_t num_draft_steps(int32_t num_drafts) const;
 
  private:
   [[nodiscard]] bool has_draft_passes() const;
@@ -155,6 +164,9 @@ class Iteration {
   void save_logits(Ctx& ctx, const IterationExtent& extent) const;
   template <class Ctx>
   void compute_logprobs(Ctx& ctx, const IterationExtent& extent) const;
+  // Keeps the hidden states of the verify pass, if the drafter will need them later.
+  template <class Ctx>
+  void keep_hidden_states(Ctx& ctx, const IterationExtent& extent) const;
   // Whether the drafter's passes read KV of `group`.
   [[nodiscard]] bool is_drafted_from(size_t group) const;
   // Draws one draft for each row that `row_index` picks from a pass of the drafter. `steps` [1]:

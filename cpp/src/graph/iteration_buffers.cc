@@ -141,7 +141,8 @@ SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
 }  // namespace
 
 IterationExtent full_extent(const BatchShape& shape) {
-  return {.num_seqs = shape.max_seqs,
+  return {.num_drafts = shape.num_draft_tokens,
+          .num_seqs = shape.max_seqs,
           .num_drafting = shape.max_seqs,
           .num_verify_rows = shape.max_verify_rows,
           .num_first_rows = shape.max_verify_rows + shape.max_seqs,
@@ -153,15 +154,17 @@ IterationExtent full_extent(const BatchShape& shape) {
           .num_block_copies = shape.max_seqs * kMaxKvGroups};
 }
 
-IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool has_logit_work) {
-  const int32_t width = shape.num_draft_tokens + 1;
-  return {.num_seqs = num_seqs,
-          .num_drafting = num_seqs,
+IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, int32_t num_drafts,
+                              bool has_logit_work) {
+  const int32_t width = num_drafts + 1;
+  return {.num_drafts = num_drafts,
+          .num_seqs = num_seqs,
+          .num_drafting = num_drafts > 0 ? num_seqs : 0,
           .num_verify_rows = num_seqs * width,
-          .num_first_rows = num_seqs * shape.first_rows_per_decode(),
+          .num_first_rows = num_seqs * shape.first_rows_per_decode(num_drafts),
           .num_logit_rows = num_seqs * width,
           .verify_rows_per_seq = width,
-          .first_rows_per_seq = shape.first_rows_per_decode(),
+          .first_rows_per_seq = shape.first_rows_per_decode(num_drafts),
           .has_logit_work = has_logit_work};
 }
 
@@ -229,12 +232,22 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
     const DrafterConfig& drafter = *draft->drafter;
     const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
     const auto width = static_cast<int32_t>(num_parts * target.residual_width());
-    b.target_hidden = {
-        .data = arena.allocate<std::byte>(
-            padded(first_capacity) * width * dtype_bytes(activation_dtype), "hidden states"),
-        .width = width,
-        .aux_layers = drafter.aux_layers};
-    if (shape.first_rows == FirstRows::kLast) {
+    const int64_t row_bytes = width * dtype_bytes(activation_dtype);
+    const auto window_rows = static_cast<int32_t>(padded(first_capacity));
+    int64_t num_rows = window_rows;
+    const bool keeps_hidden =
+        shape.first_rows == FirstRows::kWindow && options.kept_hidden_tokens > 0;
+    if (keeps_hidden) {
+      b.kept_hidden = {.first_row = window_rows + 1,
+                       .num_tokens = options.kept_hidden_tokens,
+                       .zero_row = window_rows};
+      num_rows += 1 + int64_t{shape.max_seqs} * options.kept_hidden_tokens;
+      b.gathered_hidden = arena.allocate<std::byte>(window_rows * row_bytes, "hidden states");
+    }
+    b.target_hidden = {.data = arena.allocate<std::byte>(num_rows * row_bytes, "hidden states"),
+                       .width = width,
+                       .aux_layers = drafter.aux_layers};
+    if (keeps_hidden || shape.first_rows == FirstRows::kLast) {
       b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
     }
     // It cannot share b.gathered, since it carries state from one draft step to the next.

@@ -147,13 +147,15 @@ bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slo
 }
 
 void SequenceBlocks::release_below(SlabPool& pool, int32_t first_query_position,
-                                   int64_t newest_launched) {
+                                   int64_t newest_launched, int32_t draft_lag) {
   const std::vector<KvGroup>& kv_groups = pool.layout().groups;
   PACELINE_CHECK(groups_.size() == kv_groups.size(), "sequence has ", groups_.size(),
                  " groups, the pool ", kv_groups.size());
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int32_t num_released = num_passed_blocks(kv_groups[g], first_query_position);
+    const int32_t lag = kv_groups[g].owner == KvOwner::kDraft ? draft_lag : 0;
+    const int32_t first_query = std::max(first_query_position - lag, 0);
+    const int32_t num_released = num_passed_blocks(kv_groups[g], first_query);
     const auto end = std::min(num_released, static_cast<int32_t>(group.table.size()));
     for (int32_t i = group.num_released; i < end; ++i) {
       pool.release(static_cast<GroupId>(g), group.table[i], newest_launched);
@@ -192,14 +194,16 @@ int64_t SequenceBlocks::num_held() const {
   return num_held;
 }
 
-std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens, int32_t window_slack) {
+std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens, int32_t window_slack,
+                                 int32_t draft_lag) {
   std::vector<int64_t> counts;
   counts.reserve(layout.groups.size());
   for (const KvGroup& group : layout.groups) {
     const int64_t all = num_blocks(group, num_tokens);
     const int32_t window = kv_window(group.kind);
     // Worst alignment: the span begins with the last token of a block.
-    const int64_t span = int64_t{window} + window_slack;
+    const int32_t lag = group.owner == KvOwner::kDraft ? draft_lag : 0;
+    const int64_t span = int64_t{window} + window_slack + lag;
     counts.push_back(window == 0 ? all : std::min<int64_t>(all, 1 + num_blocks(group, span - 1)));
   }
   return counts;

@@ -74,8 +74,10 @@ class SequenceBlocks {
   // Releases the blocks (to quarantine) that a sliding group no longer needs because its queries
   // start at `first_query_position`: those wholly below first_query_position - window + 1. A
   // position lower than before changes nothing. Nothing has been released before the first reserve
-  // of a (re)started sequence. Writes no table entry: the device's table keeps the stale ids.
-  void release_below(SlabPool& pool, int32_t first_query_position, int64_t newest_launched);
+  // of a (re)started sequence. Writes no table entry: the device's table keeps the stale ids. In
+  // the drafter's groups queries start `draft_lag` positions earlier.
+  void release_below(SlabPool& pool, int32_t first_query_position, int64_t newest_launched,
+                     int32_t draft_lag = 0);
 
   // Releases all blocks, and for shared blocks its own hold; the object is then as new. The last
   // blocks of all groups go first, so that a prefix stays cached longer than what follows it.
@@ -103,8 +105,8 @@ class SequenceBlocks {
 // once: from the oldest position whose block is not yet reusable to the end of the reservation.
 // With r rows per iteration and results n iterations late, reserving the rows in flight, this is r
 // * (2n + 1): (n + 1) iterations reserved past the known length, and n more behind it in
-// quarantine.
+// quarantine. `draft_lag` is that of release_below.
 [[nodiscard]] std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens,
-                                               int32_t window_slack);
+                                               int32_t window_slack, int32_t draft_lag = 0);
 
 }  // namespace paceline

@@ -46,6 +46,16 @@ struct Sequence {
   PrefixCache::Cursor cached_to;
   int64_t newest_prefill = -1;  // iteration of the newest launch that prefilled
   SequenceBlocks blocks;
+  // Most drafts that the device has for the next window.
+  int32_t num_drafts_ahead = 0;
+  // Tokens that launches have emitted, or will, and that the drafter has missed.
+  int32_t num_missed = 0;
+  // Tokens that the drafter has followed. Not known while launches are in flight in which it
+  // drafts.
+  int32_t num_followed = 0;
+  // The drafter has followed some tokens without the hidden states of the target, which were no
+  // longer kept. Its KV serves this sequence, but not others.
+  bool has_holes = false;
 
   // Incremented by preemption. Results of launches from an earlier epoch are dropped, since
   // recomputation yields the same tokens again.

@@ -20,7 +20,8 @@ struct CudaContext;
 // the target itself drew (coupled acceptance; Daliri, Musco, Suresh, "Coupling without
 // communication and drafter-invariant speculative decoding", 2024). One more token of the target
 // follows. A plain decode is the same with no drafts. The op cuts the output at the first stop
-// token and at the limit.
+// token and at the limit. Drafts beyond the rows of the window are dropped: the host may lay out
+// fewer than were made.
 //
 // kStandard and kBlock: reject_drafts has counted the accepted drafts, and they are emitted
 // unchanged. The token after them is the recovered token, drawn from the residual distribution, if

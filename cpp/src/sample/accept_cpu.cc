@@ -79,8 +79,11 @@ void accept(CpuContext&, const AcceptParams& p) {
     const auto kind = static_cast<RowKind>(p.inputs.kind[i]);
     const bool may_emit = kind == RowKind::kDecode || kind == RowKind::kPrefillFinal;
     if (!may_emit || s.is_active[seq_slot] == 0) continue;
-    const int32_t num_drafts = kind == RowKind::kDecode ? s.draft_len[seq_slot] : 0;
+    const int32_t num_rows = p.inputs.logit_indptr[i + 1] - p.inputs.logit_indptr[i];
+    const int32_t num_drafts =
+        kind == RowKind::kDecode ? std::min(s.draft_len[seq_slot], num_rows - 1) : 0;
     accept_one(p, i, seq_slot, p.target_tokens + p.inputs.logit_indptr[i], num_drafts, result);
+    s.draft_len[seq_slot] = 0;
   }
 }
 

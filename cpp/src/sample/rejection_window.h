@@ -194,7 +194,10 @@ PACELINE_HOST_DEVICE inline void reject_sequence(const RejectDraftsParams& p, in
   const int32_t seq_slot = p.inputs.seq_slot[i];
   const bool is_decoding = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
   const bool is_judged = is_decoding && p.sequences.is_active[seq_slot] != 0;
-  const int32_t num_drafts = is_judged ? p.sequences.draft_len[seq_slot] : 0;
+  const int32_t num_rows = p.inputs.logit_indptr[i + 1] - p.inputs.logit_indptr[i];
+  const int32_t draft_len = is_judged ? p.sequences.draft_len[seq_slot] : 0;
+  // The host may lay out fewer drafts than were made.
+  const int32_t num_drafts = draft_len < num_rows ? draft_len : num_rows - 1;
   AcceptedDrafts<double> accepted = {0, 1.0};
   bool has_residual = false;
   if (num_drafts > 0) {

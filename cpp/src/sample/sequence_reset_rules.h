@@ -22,7 +22,7 @@ PACELINE_HOST_DEVICE inline void reset_sequence(const SequenceState& s, const Se
   if (worker != 0) return;
   s.known_len[seq_slot] = 0;
   s.limit[seq_slot] = reset.limit;
-  s.max_drafts[seq_slot] = reset.max_drafts;
+  s.max_drafts[seq_slot] = 0;
   s.is_active[seq_slot] = 1;
   s.seed[seq_slot] = reset.seed;
   s.temperature[seq_slot] = reset.temperature;

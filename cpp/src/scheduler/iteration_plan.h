@@ -20,6 +20,12 @@ struct PlannedSequence {
   int32_t start = 0;     // prefill kinds only: position of the first row
   int32_t num_rows = 0;  // rows in the verify pass
   bool resets_state = false;
+  int32_t num_drafts = 0;  // most drafts for the next window, or kLeftOut
+  int32_t num_missed = 0;  // tokens that the drafter has missed and gets in this iteration
+  // Position of the first of these rows if they are not all that it has missed; otherwise 0.
+  int32_t catch_up_start = 0;
+  bool is_followed = true;   // the drafter has seen all tokens after this iteration
+  bool is_cacheable = true;  // and its KV is as if it had missed none
   // Prefill kinds only: tokens that the sequence takes over from the prefix cache in this
   // iteration, whose history the device gets from the host.
   int32_t num_adopted = 0;
@@ -30,6 +36,14 @@ struct PlannedSequence {
 
 struct IterationPlan {
   int64_t iteration = 0;
+  // Set before planning: the most drafts of any sequence. Planning lowers it to the k' of the
+  // batch, which is 0 if no sequence drafts.
+  int32_t num_drafts = 0;
+  // Set before planning: tokens with which the drafter may catch up in all. With a bound it gets
+  // all tokens of a sequence or none.
+  int32_t max_catch_up = INT32_MAX;
+  bool has_prefill = false;                // some sequence has rows that are not kDecode
+  bool is_whole = true;                    // no sequence catches up or is left out
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival
   std::vector<TableWrite> table_writes;    // new block table entries, each at most once
   std::vector<SequenceFork> forks;      // each sequence slot occurs once, and none is also a parent

@@ -32,6 +32,8 @@ int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1;
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
     : options_(options), pool_(pool) {
+  std::vector<int32_t>& lengths = options_.draft_lengths;
+  if (lengths.empty()) lengths = {0, options.num_draft_tokens};
   if (options.enable_prefix_caching) cache_.emplace(pool, options.kv_lookahead);
   free_all_slots();
 }
@@ -64,7 +66,8 @@ int32_t Scheduler::window_slack() const {
 }
 
 bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
-  return pool_.fits_alone(peak_blocks(pool_.layout(), std::max(prompt_len, limit), window_slack()));
+  return pool_.fits_alone(peak_blocks(pool_.layout(), std::max(prompt_len, limit), window_slack(),
+                                      options_.max_missed));
 }
 
 void Scheduler::add(Sequence& sequence) {
@@ -73,6 +76,9 @@ void Scheduler::add(Sequence& sequence) {
   sequence.num_prefilled = 0;
   sequence.num_computed = 0;
   sequence.cached_to = {};
+  sequence.num_drafts_ahead = 0;
+  sequence.num_missed = 0;
+  sequence.has_holes = false;
   sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
   // A preempted sequence returns to its position in the queue.
   const auto position =
@@ -120,24 +126,23 @@ bool Scheduler::must_be_finished(const Sequence& sequence) const {
          sequence.phase == Sequence::Phase::kDecode;
 }
 
-PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_budget,
-                                     int32_t score_budget) const {
+PlannedSequence Scheduler::next_rows(const Sequence& sequence, const Budget& budget) const {
   PlannedSequence rows;
   rows.epoch = sequence.epoch;
   if (sequence.phase == Sequence::Phase::kDecode) {
     rows.kind = RowKind::kDecode;
-    rows.num_rows = sequence.max_drafts + 1;
+    rows.num_rows = num_ready_drafts(sequence, budget.drafts) + 1;
     return rows;
   }
   rows.start = sequence.num_prefilled;
   const int32_t left = sequence.known_len() - sequence.num_prefilled;
-  rows.num_rows = std::min({left, options_.prefill_chunk_size, prefill_budget});
+  rows.num_rows = std::min({left, options_.prefill_chunk_size, budget.prefill});
   if (sequence.is_score) {
     rows.kind = RowKind::kScore;
-    if (!sequence.skips_logits) rows.num_rows = std::min(rows.num_rows, score_budget);
+    if (!sequence.skips_logits) rows.num_rows = std::min(rows.num_rows, budget.score);
   } else {
     const bool has_prompt_logprobs = sequence.prompt_logprobs != nullptr;
-    if (has_prompt_logprobs) rows.num_rows = std::min(rows.num_rows, score_budget);
+    if (has_prompt_logprobs) rows.num_rows = std::min(rows.num_rows, budget.score);
     rows.kind = rows.num_rows == left ? RowKind::kPrefillFinal : RowKind::kPrefillPartial;
     if (has_prompt_logprobs) {
       rows.num_prompt_rows = rows.num_rows - (rows.kind == RowKind::kPrefillFinal ? 1 : 0);
@@ -225,7 +230,7 @@ bool Scheduler::admit_next(Sequence& sequence, const Sequence* parent, Budget& b
   // there may be without them.
   for (;;) {
     sequence.num_prefilled = parent != nullptr ? num_forkable(sequence) : match.num_tokens;
-    PlannedSequence rows = next_rows(sequence, budget.prefill, budget.score);
+    PlannedSequence rows = next_rows(sequence, budget);
     rows.num_adopted = match.num_tokens;
     if (rows.num_rows > 0 && admit(sequence, rows, parent, match, plan)) {
       budget.prefill -= rows.num_rows;
@@ -252,7 +257,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
   const int32_t k = sequence.max_drafts;
   const int32_t soon = std::max(std::min(sequence.limit, sequence.known_len() + 2 * (k + 1) + k),
                                 sequence.known_len());
-  std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack());
+  std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack(), options_.max_missed);
   for (size_t g = 0; g < counts.size(); ++g) {
     const KvGroup& group = layout.groups[g];
     // Blocks that a fork shares or that come from the cache are already allocated. In a sliding
@@ -266,10 +271,10 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     sequence.blocks.return_adopted(pool_);
     return false;
   }
-  most_slabs_ =
-      std::max(running_.empty() ? 0 : most_slabs_,
-               pool_.num_slabs_for(peak_blocks(
-                   layout, std::max(sequence.limit, sequence.known_len()), window_slack())));
+  most_slabs_ = std::max(
+      running_.empty() ? 0 : most_slabs_,
+      pool_.num_slabs_for(peak_blocks(layout, std::max(sequence.limit, sequence.known_len()),
+                                      window_slack(), options_.max_missed)));
   pool_.keep_free_slabs(most_slabs_);
   sequence.seq_slot = free_seq_slots_.back();
   sequence.blocks.append_writes(sequence.seq_slot, plan.table_writes);
@@ -333,7 +338,8 @@ bool Scheduler::plan(IterationPlan& plan) {
   plan.block_copies.clear();
   Budget budget{.prefill = options_.max_num_batched_tokens,
                 .score = options_.max_score_rows,
-                .adopted = options_.max_adopted_tokens};
+                .adopted = options_.max_adopted_tokens,
+                .drafts = plan.num_drafts};
   for (const Sequence* sequence : running_) {
     if (sequence->phase == Sequence::Phase::kDecode) budget.prefill -= sequence->max_drafts + 1;
   }
@@ -352,7 +358,7 @@ bool Scheduler::plan(IterationPlan& plan) {
     if (sequence->phase == Sequence::Phase::kDecode && sequence->lacks_window(RowKind::kDecode)) {
       continue;  // others are not held up
     }
-    const PlannedSequence rows = next_rows(*sequence, budget.prefill, budget.score);
+    const PlannedSequence rows = next_rows(*sequence, budget);
     if (rows.num_rows == 0) continue;
     const int64_t preemptions = num_preemptions_;
     const Reservation reservation = reserve_blocks(*sequence, rows, plan);
@@ -393,6 +399,7 @@ bool Scheduler::plan(IterationPlan& plan) {
                    [](const PlannedSequence& a, const PlannedSequence& b) {
                      return static_cast<int32_t>(a.kind) < static_cast<int32_t>(b.kind);
                    });
+  plan_drafts(plan);
   newest_planned_ = plan.iteration;
   return true;
 }
@@ -407,8 +414,10 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
              (is_running || !is_decode)) {
     // The newest token has no KV yet. If a window ends its sequence, the drafter does not follow;
     // in a chunk it does, since others may fork from it.
-    sequence.num_computed = sequence.known_len() - 1;
+    // What the drafter has missed is not cached, since other sequences could not catch up.
+    if (launch.is_cacheable) sequence.num_computed = sequence.known_len() - 1;
   }
+  if (launch.is_followed) sequence.num_followed = sequence.known_len();
   if (cache_.has_value() && launch.kind != RowKind::kScore) {
     cache_->extend(sequence.cached_to, sequence.tokens, sequence.num_computed, sequence.blocks);
   }
@@ -420,7 +429,10 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
       launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal
           ? sequence.known_len() - 2
           : launch.start + launch.num_rows;
-  if (first_query > 0) sequence.blocks.release_below(pool_, first_query, newest_planned_);
+  // The drafter may go back to tokens that it has missed.
+  if (first_query > 0) {
+    sequence.blocks.release_below(pool_, first_query, newest_planned_, options_.max_missed);
+  }
 }
 
 void Scheduler::forget_prefixes() {

@@ -22,6 +22,7 @@
 // The scheduler plans ahead of results: it plans a decoding sequence for the most tokens that it
 // may have by then, and stops planning it once it must have finished. Host only; not thread-safe.
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -42,7 +43,15 @@ struct SchedulerOptions {
   // Maximum rows of scored prompts and prompt logprobs in an iteration; > 0.
   int32_t max_score_rows = 0;
   int32_t num_draft_tokens = 0;  // k
-  int32_t max_in_flight = 0;     // maximum iterations launched but not read, including the next
+  // The values of k' for which there are graphs, ascending: 0, k and others. Empty: 0 and k.
+  std::vector<int32_t> draft_lengths;
+  bool drafter_falls_behind = false;  // it has KV of its own, for which it must see all tokens
+  // After it has missed more tokens of a sequence, the drafter does not draft for it again, since
+  // its windows have moved on; 0: no bound.
+  int32_t max_missed = 0;
+  // The most tokens missed after which the drafter's KV can be as if it had missed none.
+  int32_t max_exact_missed = INT32_MAX;
+  int32_t max_in_flight = 0;  // maximum iterations launched but not read, including the next
   bool enable_prefix_caching = false;
   // 1 if the drafter's KV at a position depends on the next token, too; else 0.
   int32_t kv_lookahead = 0;
@@ -89,6 +98,12 @@ class Scheduler {
   [[nodiscard]] bool has_work() const { return !running_.empty() || !waiting_.empty(); }
   [[nodiscard]] int32_t num_running() const { return static_cast<int32_t>(running_.size()); }
   [[nodiscard]] int32_t num_waiting() const { return static_cast<int32_t>(waiting_.size()); }
+  // Running sequences whose prompt has been launched.
+  [[nodiscard]] int32_t num_decoding() const {
+    return static_cast<int32_t>(std::count_if(running_.begin(), running_.end(), [](const auto* s) {
+      return s->phase == Sequence::Phase::kDecode;
+    }));
+  }
   // Number of requests with at least one waiting sample.
   [[nodiscard]] int64_t num_waiting_requests() const { return num_waiting_requests_; }
   [[nodiscard]] int64_t num_preemptions() const { return num_preemptions_; }
@@ -112,6 +127,7 @@ class Scheduler {
     int32_t prefill = 0;  // rows
     int32_t score = 0;    // rows
     int32_t adopted = 0;  // tokens
+    int32_t drafts = 0;   // of a window
   };
 
   // The sequence from which a waiting sample may fork in the planned iteration.
@@ -123,8 +139,7 @@ class Scheduler {
   [[nodiscard]] Parent find_parent(const Sequence& sequence, int64_t iteration) const;
   void remove_waiting(size_t index);
   [[nodiscard]] bool must_be_finished(const Sequence& sequence) const;
-  [[nodiscard]] PlannedSequence next_rows(const Sequence& sequence, int32_t prefill_budget,
-                                          int32_t score_budget) const;
+  [[nodiscard]] PlannedSequence next_rows(const Sequence& sequence, const Budget& budget) const;
   [[nodiscard]] int32_t tokens_to_reserve(const Sequence& sequence,
                                           const PlannedSequence& rows) const;
   [[nodiscard]] Reservation reserve_blocks(Sequence& sequence, const PlannedSequence& rows,
@@ -138,6 +153,15 @@ class Scheduler {
   [[nodiscard]] bool admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
                            const PrefixCache::Match& match, IterationPlan& plan);
   void launch(Sequence& sequence, PlannedSequence rows, IterationPlan& plan);
+  // Drafts that the device may have for the next window of a sequence, at most num_drafts.
+  [[nodiscard]] int32_t num_ready_drafts(const Sequence& sequence, int32_t num_drafts) const;
+  // Decides what the drafter does in the planned iteration.
+  void plan_drafts(IterationPlan& plan) const;
+  // Gives the rows the tokens that the drafter has missed, as far as there is room in the first
+  // pass, or leaves the sequence out.
+  void catch_up(PlannedSequence& rows, bool is_bounded, int32_t& room) const;
+  // Whether the drafter may get what it has missed of a sequence, as far as there is room.
+  [[nodiscard]] bool can_catch_up(const Sequence& sequence, const IterationPlan& plan) const;
   void preempt(Sequence& sequence);
   void release(Sequence& sequence);
   void free_all_slots();

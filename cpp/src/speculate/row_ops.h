@@ -18,6 +18,15 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
+// Where hidden states of the target are kept for tokens that the drafter has missed: behind the
+// rows of the verify pass, in the same memory. The state of a position is in row first_row +
+// seq_slot * num_tokens + position % num_tokens, until a later position takes its place.
+struct KeptHidden {
+  int32_t first_row = 0;
+  int32_t num_tokens = 0;  // of a sequence; 0: none are kept
+  int32_t zero_row = 0;    // a row of zeros, for states that are no longer kept
+};
+
 // The rows of the verify pass. A decoding sequence has the last known token and its drafts; a
 // prefilling one has its chunk, whose tokens are also written to the history. Rows whose predicted
 // token would lie at or beyond the limit, or beyond the available drafts, are inert, and so are
@@ -33,14 +42,16 @@ void assemble_verify_rows(CudaContext&, const AssembleVerifyRowsParams&);
 // The rows of the drafter's first pass, after acceptance.
 // kNewest: the newest known tokens, as many as the staged first_indptr says. For a decoding
 // sequence of a draft model these are the last accepted token and the new one; the rest of the
-// drafter's KV is already correct.
+// drafter's KV is already correct, unless the drafter has missed tokens: these come before.
 // kWindow: the rows of the verify pass at their positions, each with the token at the next
 // position, which acceptance has decided. Rows of rejected drafts are inert. What the drafter wrote
-// there is overwritten, from the target's hidden states, before anything reads it.
-// kLast: one row per drafting sequence, at the position before the newest token, with the newest
-// token as input; hidden_rows gives the row of the verify pass at that position.
-// Rows of ended sequences are inert, except those that write the KV of a chunk: a sequence may end
-// with the first token of its output, and others may still fork from it.
+// there is overwritten, from the target's hidden states, before anything reads it. Rows beyond
+// those of the verify pass are for tokens that the drafter has missed, and come before. kLast: one
+// row per drafting sequence, at the position before the newest token, with the newest token as
+// input; hidden_rows gives the row of the verify pass at that position. Rows of ended sequences are
+// inert, except those that write the KV of a chunk: a sequence may end with the first token of its
+// output, and others may still fork from it. Rows of decoding sequences that are left out are
+// inert, too.
 struct AssembleFirstRowsParams {
   StagedInputs inputs;
   SequenceState sequences;
@@ -48,7 +59,10 @@ struct AssembleFirstRowsParams {
   FirstRows first_rows;
   const SequenceResult* results;  // [max_seqs] by batch row; not used by kNewest
   int32_t* last_row;  // [max_seqs] the row of each drafting sequence that predicts the first draft
-  int32_t* hidden_rows = nullptr;  // [capacity of rows] only for kLast
+  // [capacity of rows] the row of the target's hidden states for each row; kLast, and kWindow where
+  // it is not row i for row i
+  int32_t* hidden_rows = nullptr;
+  KeptHidden kept{};  // with kWindow and hidden_rows: of tokens that the drafter has missed
 };
 void assemble_first_rows(CpuContext&, const AssembleFirstRowsParams&);
 void assemble_first_rows(CudaContext&, const AssembleFirstRowsParams&);
@@ -78,6 +92,20 @@ struct StoreDraftParams {
 };
 void store_draft(CpuContext&, const StoreDraftParams&);
 void store_draft(CudaContext&, const StoreDraftParams&);
+
+// Keeps the hidden states of the tokens that this iteration has emitted, for a drafter that does
+// not see them now. Runs after acceptance. Sequences that do not decode or have ended keep none.
+struct KeepHiddenParams {
+  StagedInputs inputs;
+  SequenceState sequences;
+  const SequenceResult* results;  // [max_seqs] by batch row
+  int32_t max_seqs;               // in this pass
+  int32_t* hidden;                // rows of the verify pass, and those of `kept`
+  int32_t row_words;              // 4-byte words of a row
+  KeptHidden kept;
+};
+void keep_hidden(CpuContext&, const KeepHiddenParams&);
+void keep_hidden(CudaContext&, const KeepHiddenParams&);
 
 // Prompt lookup: finds the latest earlier occurrence of the last n tokens of a sequence, for the
 // longest n in [min_tokens, max_tokens] that has one, and proposes the tokens that followed it.

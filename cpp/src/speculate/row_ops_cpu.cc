@@ -33,6 +33,12 @@ void store_draft(CpuContext&, const StoreDraftParams& p) {
   for (int32_t i = 0; i < *p.rows.num_rows; ++i) store_draft_sequence(p, i, column);
 }
 
+void keep_hidden(CpuContext&, const KeepHiddenParams& p) {
+  for (int32_t i = 0; i < p.inputs.counts->num_seqs; ++i) {
+    keep_hidden_of_sequence(p, i, /*worker=*/0, /*num_workers=*/1);
+  }
+}
+
 void propose_ngram(CpuContext&, const ProposeNgramParams& p) {
   for (int32_t i = 0; i < p.inputs.counts->num_drafting; ++i) {
     const int32_t seq_slot = p.inputs.seq_slot[i];

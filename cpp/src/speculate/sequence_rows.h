@@ -34,6 +34,10 @@ PACELINE_HOST_DEVICE inline void assemble_verify_sequence(const AssembleVerifyRo
   const int32_t start = p.inputs.prefill_start[i];
   const bool is_active = s.is_active[seq_slot] != 0;
   int32_t* history = s.history + seq_slot * s.history_stride;
+  if (worker == 0) {
+    const int32_t num_drafts = p.inputs.num_drafts[i];
+    s.max_drafts[seq_slot] = num_drafts > 0 ? num_drafts : 0;
+  }
   if (kind == static_cast<int32_t>(RowKind::kDecode)) {
     const int32_t known_len = s.known_len[seq_slot];
     const int32_t draft_len = s.draft_len[seq_slot];
@@ -73,17 +77,28 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
   // write.
   int32_t first = p.inputs.prefill_start[i];
   int32_t num_live = num_rows;
+  int32_t window_position = 0;  // of row window_begin of the verify pass
+  const int32_t window_begin = p.inputs.verify_indptr[i];
+  const int32_t num_window_rows = p.inputs.verify_indptr[i + 1] - window_begin;
   const int32_t ahead = p.first_rows == FirstRows::kNewest ? 0 : 1;
+  const bool takes_part = is_active && p.inputs.num_drafts[i] != kLeftOut;
   if (p.first_rows == FirstRows::kLast) {
     first = known_len - 2;
     num_live = is_active ? num_rows : 0;
   } else if (is_decode && p.first_rows == FirstRows::kWindow) {
     const int32_t emitted_len = p.results[i].emitted_len;
-    first = known_len - emitted_len - 1;
-    num_live = is_active ? emitted_len : 0;
+    const int32_t num_missed = num_rows - num_window_rows;
+    window_position = known_len - emitted_len - 1;
+    if (first == 0) {
+      first = window_position - num_missed;
+      num_live = num_missed + emitted_len;
+    }
+    if (!takes_part) num_live = 0;
   } else if (is_decode) {
-    first = known_len - num_rows;
-    num_live = is_active ? num_rows : 0;
+    if (first == 0) first = known_len - num_rows;
+    num_live = takes_part ? num_rows : 0;
+  } else {
+    window_position = first;
   }
   for (int32_t r = worker; r < num_rows; r += num_workers) {
     const bool is_live = r < num_live;
@@ -95,7 +110,19 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
       token = position < known_len ? history[position] : p.inputs.next_token[i];
     }
     set_row(p.rows, begin + r, is_live, seq_slot, first + r, token);
-    if (p.hidden_rows != nullptr) {
+    if (p.hidden_rows != nullptr && p.first_rows == FirstRows::kWindow) {
+      const int32_t in_window = first + r - window_position;
+      int32_t hidden_row = window_begin;
+      if (is_live && in_window >= 0) hidden_row = window_begin + in_window;
+      if (is_live && in_window < 0) {
+        // The newest state that is kept is that of the token before the newest.
+        hidden_row =
+            first + r + p.kept.num_tokens >= known_len - 1
+                ? p.kept.first_row + seq_slot * p.kept.num_tokens + (first + r) % p.kept.num_tokens
+                : p.kept.zero_row;
+      }
+      p.hidden_rows[begin + r] = hidden_row;
+    } else if (p.hidden_rows != nullptr) {
       // In a window the row that drew the newest token; otherwise the last row.
       const int32_t last = p.inputs.verify_indptr[i + 1] - 1;
       const int32_t drew = p.inputs.verify_indptr[i] + p.results[i].emitted_len - 1;
@@ -104,6 +131,24 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
   }
   if (worker == 0 && i < p.inputs.counts->num_drafting) {
     p.last_row[i] = begin + (num_live > 0 ? num_live : num_rows) - 1;
+  }
+}
+
+// Worker `worker` of `num_workers` copies every num_workers-th word of each row.
+PACELINE_HOST_DEVICE inline void keep_hidden_of_sequence(const KeepHiddenParams& p, int32_t i,
+                                                         int32_t worker, int32_t num_workers) {
+  const SequenceState& s = p.sequences;
+  const int32_t seq_slot = p.inputs.seq_slot[i];
+  const bool is_decode = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
+  if (!is_decode || s.is_active[seq_slot] == 0) return;
+  const int32_t emitted_len = p.results[i].emitted_len;
+  const int32_t first = s.known_len[seq_slot] - emitted_len - 1;
+  for (int32_t r = 0; r < emitted_len; ++r) {
+    const int32_t kept_row =
+        p.kept.first_row + seq_slot * p.kept.num_tokens + (first + r) % p.kept.num_tokens;
+    const int32_t* const from = p.hidden + int64_t{p.inputs.verify_indptr[i] + r} * p.row_words;
+    int32_t* const to = p.hidden + int64_t{kept_row} * p.row_words;
+    for (int32_t w = worker; w < p.row_words; w += num_workers) to[w] = from[w];
   }
 }
 

@@ -36,15 +36,17 @@ struct BatchShape {
   int32_t max_logprobs = 0;        // see ExecutorOptions; 0: no logprobs are computed
   int32_t max_adopted_tokens = 0;  // most tokens that sequences take over from the prefix cache
 
-  // Most rows of a decoding sequence in the drafter's first pass.
-  [[nodiscard]] int32_t first_rows_per_decode() const {
+  // Most rows of a decoding sequence in the drafter's first pass, if it has missed nothing. k' is
+  // num_drafts; with 0 the pass does not run.
+  [[nodiscard]] int32_t first_rows_per_decode(int32_t num_drafts) const {
+    if (num_drafts == 0) return 0;
     switch (first_rows) {
       case FirstRows::kNone:
         return 0;
       case FirstRows::kNewest:
         return 2;
       case FirstRows::kWindow:
-        return num_draft_tokens + 1;
+        return num_drafts + 1;
       case FirstRows::kLast:
         return 1;
     }

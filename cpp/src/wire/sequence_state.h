@@ -18,7 +18,8 @@ struct SequenceState {
   int32_t* known_len;        // [max_seqs] tokens of prompt and output; while the sequence
                              // decodes, the last of them has no KV yet
   int32_t* limit;            // [max_seqs] length at which the sequence ends
-  int32_t* max_drafts;       // [max_seqs] most drafts in a verify window, 0..k
+  int32_t* max_drafts;       // [max_seqs] most drafts for the next verify window, 0..k; each
+                             // iteration sets it from its staged num_drafts
   int32_t* is_active;        // [max_seqs] 1 until the sequence ends on the device
   uint64_t* seed;            // [max_seqs]
   float* temperature;        // [max_seqs]
@@ -27,7 +28,8 @@ struct SequenceState {
   int32_t* history;          // [max_seqs, history_stride] token ids by position
   int64_t history_stride;    // max_model_len
   int32_t* draft_tokens;     // [max_seqs, num_draft_tokens]
-  int32_t* draft_len;        // [max_seqs] number of drafts to verify
+  int32_t* draft_len;        // [max_seqs] number of drafts to verify; 0 after acceptance, until new
+                             // ones are made
   int32_t num_draft_tokens;  // k
 };
 
@@ -97,8 +99,7 @@ struct HostWindow {
 // The state of a sequence slot at the start of a sequence.
 struct SequenceReset {
   int32_t seq_slot = 0;
-  int32_t limit = 0;       // length at which the sequence ends
-  int32_t max_drafts = 0;  // most drafts in a verify window
+  int32_t limit = 0;  // length at which the sequence ends
   uint64_t seed = 0;
   float temperature = 0;
   int32_t num_stop_ids = 0;

@@ -35,12 +35,19 @@ struct IterationCounts {
   int32_t num_mask_words;
 };
 
+// In num_drafts: the sequence has no live rows in the drafter's passes, since its KV there has
+// holes that are not filled now.
+inline constexpr int32_t kLeftOut = -1;
+
 struct StagedInputs {
   IterationCounts* counts;  // [1]
   int32_t* seq_slot;        // [max_seqs] by batch row
   int32_t* kind;            // [max_seqs] RowKind
-  int32_t* prefill_start;   // [max_seqs] position of the first row; 0 for decode
-  int32_t* next_token;      // [max_seqs] the prompt's token after an unfinished chunk; else 0
+  // [max_seqs] position of the first row. For decode: of the first row of the drafter's first pass,
+  // which has a part of the tokens that the drafter has missed; 0: the pass has the newest tokens.
+  int32_t* prefill_start;
+  int32_t* next_token;     // [max_seqs] the prompt's token after an unfinished chunk; else 0
+  int32_t* num_drafts;     // [max_seqs] most drafts for the next window, or kLeftOut
   int32_t* verify_indptr;  // [max_seqs + 1] CSR offsets of each sequence's rows in the verify pass,
   int32_t* first_indptr;   // [max_seqs + 1] in the drafter's first pass,
   int32_t* logit_indptr;   // [max_seqs + 1] and among the rows of logits that draw
@@ -85,6 +92,7 @@ void visit_staged_arrays(const InputCapacity& c, const Visit& visit) {
   visit(&Inputs::kind, c.seqs, &Counts::num_seqs, 0);
   visit(&Inputs::prefill_start, c.seqs, &Counts::num_seqs, 0);
   visit(&Inputs::next_token, c.seqs, &Counts::num_seqs, 0);
+  visit(&Inputs::num_drafts, c.seqs, &Counts::num_seqs, 0);
   visit(&Inputs::verify_indptr, c.seqs + 1, &Counts::num_seqs, 1);
   visit(&Inputs::first_indptr, c.seqs + 1, &Counts::num_seqs, 1);
   visit(&Inputs::logit_indptr, c.seqs + 1, &Counts::num_seqs, 1);
@@ -96,7 +104,7 @@ void visit_staged_arrays(const InputCapacity& c, const Visit& visit) {
   visit(&Inputs::block_copies, c.block_copies, &Counts::num_block_copies, 0);
   visit(&Inputs::adopted_tokens, c.adopted_tokens, &Counts::num_adopted_tokens, 0);
 }
-inline constexpr int32_t kNumStagedArrays = 14;
+inline constexpr int32_t kNumStagedArrays = 15;
 
 // Does the same for the arrays that only the ring has.
 template <class Visit>

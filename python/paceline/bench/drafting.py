@@ -47,8 +47,8 @@ def speculations(
     elif default_draft is not None:
         config = SpeculativeConfig.parse({"model": default_draft, **default_options})
     else:
-        for option in ("drivers", "num_speculative_tokens"):
-            if getattr(args, option) is not None:
+        for option in ("drivers", "num_speculative_tokens", "adaptive"):
+            if getattr(args, option) not in (None, False):
                 raise ValueError(
                     f"{option} is {shorten(getattr(args, option))}, but there is no drafter; give "
                     "one with --speculative-config or --draft-config"
@@ -73,6 +73,10 @@ def speculations(
             ]
         except ValueError as error:  # a stop threshold works with one driver only
             raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
+    if args.adaptive:
+        # Beside those with a fixed number: the one with the most drafts, which chooses.
+        longest = max(configs, key=lambda config: config.k)
+        configs.append(dataclasses.replace(longest, adaptive=True))
     return config, [speculation_of(config) for config in configs]
 
 
@@ -127,6 +131,7 @@ def speculation_of(config: SpeculativeConfig) -> Speculation:
         config.draft_position,
         config.draft_sample_method == "probabilistic",
         config.draft_proposals or 0,
+        config.adaptive or False,
     )
 
 

@@ -154,6 +154,7 @@ def make_executor(
         options["num_draft_proposals"] = speculation.num_draft_proposals
         options["ngram_min"] = speculation.ngram_min
         options["ngram_max"] = speculation.ngram_max
+        options["adaptive"] = speculation.adaptive
         if speculation.draft_position is not None:
             options["draft_position"] = speculation.draft_position
     drafter = None if draft is None else draft.model

@@ -332,4 +332,6 @@ def _variants(setup: Setup) -> Iterator[tuple[str, BenchModel | None, Speculatio
         name = f"k={speculation.num_speculative_tokens}"
         if len(drivers) > 1 or speculation.draft_driver != "unrolled":
             name += f" {speculation.draft_driver}"
+        if speculation.adaptive:
+            name = f"adaptive to {name}"
         yield name, setup.draft, speculation

@@ -173,6 +173,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "'num_speculative_tokens' in --speculative-config (default: its k)",
     )
     group.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="measure also an engine that chooses how many tokens it drafts, up to the largest k "
+        "(default: off, the number of drafts is fixed)",
+    )
+    group.add_argument(
         "--drivers",
         metavar="LIST",
         help="draft drivers to compare, one row each, instead of 'draft_driver' in "

@@ -45,6 +45,7 @@ class Speculation:
         draft_position: See `SpeculativeConfig`; None = the drafter has no such choice.
         samples_drafts: Whether drafts are sampled; False only with "standard" and "block".
         num_draft_proposals: Tokens that drafts are sampled from, with these two; 0 = 64.
+        adaptive: Whether each iteration chooses how many tokens are drafted.
     """
 
     num_speculative_tokens: int
@@ -57,10 +58,11 @@ class Speculation:
     draft_position: str | None = None
     samples_drafts: bool = True
     num_draft_proposals: int = 0
+    adaptive: bool = False
 
     @property
     def may_stop_early(self) -> bool:
         """Whether an iteration may draft fewer tokens than k: it stops below a threshold, or prompt
         lookup finds nothing.
         """
-        return self.draft_stop_threshold > 0 or self.ngram_max > 0
+        return self.draft_stop_threshold > 0 or self.ngram_max > 0 or self.adaptive

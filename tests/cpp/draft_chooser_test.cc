@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// The choice of k' with scripted times and acceptances.
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "executor/draft_chooser.h"
+
+namespace paceline {
+namespace {
+
+// A device and a drafter whose times and acceptance are given. As in an engine, a choice is made
+// before the results of the iteration before it are known.
+struct Script {
+  std::vector<int32_t> lengths = {0, 1, 2, 3};
+  std::vector<int32_t> buckets = {1, 2, 4, 8, 16, 64};
+  // Time of an iteration with k' drafts and these sequences.
+  std::function<double(int32_t, int32_t)> us = [](int32_t k, int32_t) { return 100 + 10 * k; };
+  // Probability that draft i is accepted if those before it are.
+  std::function<double(int32_t)> acceptance = [](int32_t) { return 0.8; };
+  double noise = 0;  // relative standard deviation of times
+
+  std::mt19937_64 random{1};
+  DraftChooser chooser{lengths, buckets};
+  std::deque<DraftChooser::Iteration> unread;
+  int32_t last = -1;
+  std::array<int64_t, 17> counts{};
+  int64_t num_explored = 0;
+  int64_t num_changes = 0;
+  int32_t last_choice = -1;
+
+  void run(int32_t iterations, int32_t num_seqs) {
+    for (int32_t n = 0; n < iterations; ++n) {
+      const DraftChooser::Choice choice = chooser.choose(num_seqs);
+      ++counts[static_cast<size_t>(choice.num_drafts)];
+      num_explored += choice.explores ? 1 : 0;
+      if (!choice.explores) {
+        num_changes += last_choice >= 0 && choice.num_drafts != last_choice ? 1 : 0;
+        last_choice = choice.num_drafts;
+      }
+      DraftChooser::Iteration iteration{.num_seqs = num_seqs, .num_drafts = choice.num_drafts};
+      const int32_t verified = last < 0 ? 0 : std::min(last, choice.num_drafts);
+      for (int32_t i = 0; i < num_seqs && verified > 0; ++i) {
+        int32_t accepted = 0;
+        while (accepted < verified && unit() < acceptance(accepted)) ++accepted;
+        iteration.add_window(verified, accepted);
+      }
+      if (choice.num_drafts == 0 || choice.num_drafts == last) {
+        std::normal_distribution<double> normal(1, noise);
+        const double factor = noise > 0 ? std::max(0.3, normal(random)) : 1;
+        iteration.us = us(choice.num_drafts, num_seqs) * factor;
+      }
+      last = choice.num_drafts;
+      unread.push_back(iteration);
+      if (unread.size() < 2) continue;
+      chooser.observe(unread.front());
+      unread.pop_front();
+    }
+  }
+  double unit() { return std::uniform_real_distribution<double>(0, 1)(random); }
+  void clear() {
+    counts = {};
+    num_explored = num_changes = 0;
+  }
+};
+
+TEST(DraftChooser, FindsTheLengthWithTheMostTokensASecond) {
+  struct Case {
+    double acceptance;
+    double us_per_draft;  // beside 100
+    int32_t best;
+  };
+  for (const Case& c : {Case{1.0, 10, 3}, Case{0.0, 2, 0}, Case{0.5, 1, 3}, Case{0.5, 30, 1},
+                        Case{0.3, 40, 0}, Case{0.7, 50, 1}}) {
+    Script script;
+    script.acceptance = [&](int32_t) { return c.acceptance; };
+    script.us = [&](int32_t k, int32_t) { return 100 + c.us_per_draft * k; };
+    script.run(2000, 4);
+    script.clear();
+    script.run(2000, 4);
+    EXPECT_GE(script.counts[static_cast<size_t>(c.best)], 1900)
+        << "acceptance " << c.acceptance << ", " << c.us_per_draft << " us a draft";
+  }
+}
+
+TEST(DraftChooser, ChoosesForEachNumberOfSequences) {
+  Script script;
+  // With many sequences rows cost time.
+  script.us = [](int32_t k, int32_t n) { return n < 16 ? 100 + 5 * k : 100 + 2.0 * n * k; };
+  for (int round = 0; round < 4; ++round) {
+    script.clear();
+    script.run(500, 2);
+    EXPECT_GE(script.counts[3], round == 0 ? 400 : 470);
+    script.clear();
+    script.run(500, 64);
+    EXPECT_GE(script.counts[0], round == 0 ? 400 : 470);
+  }
+}
+
+TEST(DraftChooser, ExploresAboutOnePercent) {
+  Script script;
+  script.us = [](int32_t k, int32_t) { return 100 + k; };
+  script.run(500, 4);
+  script.clear();
+  script.run(20000, 4);
+  EXPECT_GE(script.num_explored, 100);
+  EXPECT_LE(script.num_explored, 220);
+  // What could not be the best if all drafts were accepted is mostly left alone.
+  script.us = [](int32_t k, int32_t) { return k == 3 ? 10 : 100; };
+  script.run(2000, 4);
+  script.clear();
+  script.run(20000, 4);
+  EXPECT_LE(script.num_explored, 40);
+}
+
+TEST(DraftChooser, NoiseDoesNotFlipTheChoice) {
+  Script script;
+  // The best is 10 % better than the next, and single times are off by as much.
+  script.acceptance = [](int32_t i) { return i < 2 ? 0.9 : 0.1; };
+  script.us = [](int32_t k, int32_t) { return 100 + 22 * k; };
+  script.noise = 0.1;
+  script.run(1000, 8);
+  script.clear();
+  script.run(20000, 8);
+  EXPECT_GE(script.counts[2], 19000);
+  EXPECT_LE(script.num_changes, 100);
+}
+
+TEST(DraftChooser, FollowsAChangeOfAcceptanceAndOfTimes) {
+  for (const int32_t num_seqs : {1, 16}) {
+    Script script;
+    double acceptance = 0;
+    double us_per_draft = 15;
+    script.acceptance = [&](int32_t) { return acceptance; };
+    script.us = [&](int32_t k, int32_t) { return 100 + us_per_draft * k; };
+    const auto settle = [&](int32_t best) {
+      script.run(6000, num_seqs);
+      script.clear();
+      script.run(2000, num_seqs);
+      EXPECT_GE(script.counts[static_cast<size_t>(best)], 1850)
+          << num_seqs << " sequences, acceptance " << acceptance << ", " << us_per_draft;
+    };
+    settle(0);
+    acceptance = 0.9;
+    settle(3);
+    us_per_draft = 95;
+    settle(0);
+    us_per_draft = 15;
+    settle(3);
+    acceptance = 0;
+    settle(0);
+  }
+}
+
+// A few iterations with a number of sequences, as while requests come and go, explore nothing.
+TEST(DraftChooser, DoesNotExploreInPassing) {
+  Script script;
+  script.run(100, 1);
+  script.clear();
+  for (const int32_t n : {2, 4, 8, 16, 64}) script.run(4, n);
+  EXPECT_EQ(script.num_explored, 0);
+}
+
+}  // namespace
+}  // namespace paceline
