@@ -17,9 +17,9 @@ from paceline.checks import check_path, quoted, shorten
 from paceline.console import EXIT_OK, check_output, emit
 
 _LEGEND: Final = """\
-B/A: the median ratio over the rounds, then the lowest and the highest. better, worse: every round
-says so of B, which n equal ones do by chance once in 2^(n-1) times. noise: the rounds disagree. one
-round: nothing says how much of it is noise."""
+B/A: the median ratio over the rounds, then the lowest and the highest. better, worse: all rounds
+agree that B is; n rounds of equal variants agree by chance once in 2^(n-1) times. noise: the rounds
+disagree. one round: nothing tells noise from a change."""
 
 
 def add_compare_parser(kinds: Any) -> argparse.ArgumentParser:
