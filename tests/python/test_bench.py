@@ -38,7 +38,7 @@ ROW_KEYS = {
     "additive_floor_ms", "additive_floor_share",
     "idle_us", "idle_share", "host_us", "engine_start_s", "first_token_s",
     "start_to_first_token_s", "target_experts", "draft_experts", "prompts_ms", "prompt_floor_ms",
-    "may_stop_early", "imposed_acceptance_length", "gpu", "rounds", "at_lengths",
+    "may_stop_early", "is_adaptive", "imposed_acceptance_length", "gpu", "rounds", "at_lengths",
 }  # fmt: skip
 
 

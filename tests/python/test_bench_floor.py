@@ -64,6 +64,10 @@ def test_the_passes_add_up(config_dir: Path) -> None:
     # With a stop threshold, one pass of the drafter is all that is certain.
     stopped = floor.with_floor(replace(row, may_stop_early=True), model, small, cached)
     assert stopped.floor_ms == pytest.approx((one_pass + draft_pass / 2) / 1e9 * 1e3)
+    # An engine that chooses may do without it.
+    adaptive = replace(row, may_stop_early=True, is_adaptive=True)
+    plain = floor.with_floor(adaptive, model, small, cached)
+    assert plain.floor_ms == pytest.approx(one_pass / 1e9 * 1e3)
 
 
 def test_the_additive_floor_takes_one_operation_after_the_other(config_dir: Path) -> None:

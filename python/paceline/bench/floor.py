@@ -192,7 +192,7 @@ def _passes(
     target: BenchModel, draft: BenchModel | None, row: Measurement
 ) -> list[list[Operation]]:
     """The passes of an iteration; those that are certain, if it may draft fewer than k tokens: one
-    row of the target and one pass of the drafter.
+    row of the target, and one pass of the drafter unless it may draft none.
 
     A pass over a mixture reads the experts that had rows. Their number is the mean over the passes
     of its model, since the engine counts those of an iteration together.
@@ -211,7 +211,7 @@ def _passes(
     may_stop_early = row.may_stop_early
     num_verified = 1 if may_stop_early else k + 1
     passes = [one(target, row.target_experts, num_verified, num_verified)]
-    if draft is not None and k > 0:
+    if draft is not None and k > 0 and not row.is_adaptive:
         num_first = 1 if may_stop_early else _num_first_rows(draft, k)
         passes.append(one(draft, row.draft_experts, num_first, 1))
         passes += [one(draft, row.draft_experts, 1, 1)] * (0 if may_stop_early else k - 1)

@@ -44,6 +44,7 @@ class Measurement:
             iteration, bonus included.
         num_draft_tokens: k; 0 = plain.
         may_stop_early: Whether an iteration may draft fewer tokens.
+        is_adaptive: Whether an iteration may also do without the drafter.
         imposed_acceptance_length: The acceptance length of "synthetic"; None = it was measured.
         target_experts: Experts that had rows, on average over the mixture layers of the target in
             iterations in which all requests decode; None without a mixture.
@@ -83,6 +84,7 @@ class Measurement:
     tokens_per_iteration: float
     num_draft_tokens: int
     may_stop_early: bool
+    is_adaptive: bool
     imposed_acceptance_length: float | None
     target_experts: float | None
     draft_experts: float | None
@@ -359,6 +361,7 @@ def _sum_up(
         tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
         num_draft_tokens=k,
         may_stop_early=speculation is not None and speculation.may_stop_early,
+        is_adaptive=speculation is not None and speculation.adaptive,
         imposed_acceptance_length=(speculation.synthetic_acceptance_length or None)
         if speculation is not None
         else None,
