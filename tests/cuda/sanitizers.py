@@ -9,6 +9,7 @@ The cases run without the CPU op (PACELINE_DEVICE_ONLY), in shards over all GPUs
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -29,6 +30,10 @@ SANITIZER_FILE = ROOT / "docs" / "gpu-sanitizer.json"
 DEVICE_ONLY = "PACELINE_DEVICE_ONLY"
 #: The part of every tool that has the op table.
 OPS = "ops"
+#: The cases of racecheck whose kernels have rings that one lane of a warp hands back for all,
+#: after __syncwarp. racecheck takes that for a race unless RACECHECK_OPTIONS is understood.
+RINGS = "rings"
+RING_KERNELS = ("wide_gemm_kernel", "split_gemm_kernel")
 
 
 class Program(NamedTuple):
@@ -57,6 +62,9 @@ TOOLS: dict[str, dict[str, Program]] = {
     "racecheck": {"packing": PACKING},
 }
 PARTS = [f"{tool}:{part}" for tool, programs in TOOLS.items() for part in (*programs, OPS)]
+PARTS.append(f"racecheck:{RINGS}")
+#: What runs first, so that it has ended if time is short; the others follow.
+FIRST = ("memcheck:engine", *(f"{tool}:{OPS}" for tool in ("memcheck", "racecheck", "synccheck")))
 
 #: Cases of which names and kernels do not tell that they reach code of their own. Clusters:
 #: more rows than can run at once (33 on 132 multiprocessors), so that some take a second row and
@@ -72,8 +80,7 @@ NAMED = (
 #: Numbers of rows that all tools but memcheck tell apart: few, and more than a tile or a round of
 #: clusters. Others, such as none, are about addresses.
 FEW_ROWS = ("rows3of8", "rows70of130")
-#: Threads that others answer for at a barrier in shared memory, as the lanes of a warp whose first
-#: lane arrives after __syncwarp: racecheck follows that only if it is told to.
+#: Follows threads for which others arrive at a barrier in shared memory.
 RACECHECK_OPTIONS = ("--racecheck-indirect-barrier-dependency", "yes")
 
 #: Seconds that a shard may take.
@@ -139,18 +146,18 @@ def features(tool: str, case: Case) -> set[tuple[str, int, str]]:
     return {(k.name, k.threads, kind) for k in kernels for kind in ("", *kinds)}
 
 
-def choose(tool: str, cases: Sequence[Case]) -> list[Case]:
-    """Returns the cases to run: NAMED, then from the smallest on each that reaches a new feature.
+def choose(tool: str, cases: Sequence[Case], named: Sequence[str] = NAMED) -> list[Case]:
+    """Returns the cases to run: `named`, then from the smallest on each with a new feature.
 
     Raises:
-        ValueError: A pattern of NAMED matches no case.
+        ValueError: A pattern of `named` matches no case.
     """
     chosen = []
-    for pattern in NAMED:
-        named = [case for case in cases if fnmatchcase(case.name, pattern)]
-        if not named:
+    for pattern in named:
+        matching = [case for case in cases if fnmatchcase(case.name, pattern)]
+        if not matching:
             raise ValueError(f"NAMED in tests/cuda/sanitizers.py: no case matches {pattern!r}")
-        chosen += named
+        chosen += matching
     reached = {feature for case in chosen for feature in features(tool, case)}
     for case in sorted(cases, key=lambda case: (case.num_bytes, case.name)):
         new = features(tool, case) - reached
@@ -158,6 +165,11 @@ def choose(tool: str, cases: Sequence[Case]) -> list[Case]:
             reached |= new
             chosen.append(case)
     return sorted(set(chosen), key=lambda case: case.name)
+
+
+def has_rings(case: Case) -> bool:
+    """Whether a case launches one of RING_KERNELS."""
+    return any(ring in kernel.name for kernel in case.kernels for ring in RING_KERNELS)
 
 
 def split(cases: Sequence[Case], count: int) -> list[list[Case]]:
@@ -209,11 +221,18 @@ def num_run(lines: Sequence[str]) -> int:
     return sum(int(m[1]) for line in lines if (m := re.match(r"\[=+\] (\d+) tests? ", line)))
 
 
+@functools.cache
+def racecheck_options() -> tuple[str, ...]:
+    """Returns RACECHECK_OPTIONS, or none if this compute-sanitizer does not have it."""
+    said = subprocess.run(["compute-sanitizer", "--help"], text=True, capture_output=True)
+    return RACECHECK_OPTIONS if RACECHECK_OPTIONS[0] in said.stdout + said.stderr else ()
+
+
 def run_task(task: Task, index: int, env: dict[str, str], deadline: float) -> dict[str, Any]:
     """Runs a task. A result that lacks cases is a failure, and so is one that was not started."""
     tool = task.part.split(":")[0]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    command += RACECHECK_OPTIONS if tool == "racecheck" else ()
+    command += racecheck_options() if tool == "racecheck" else ()
     command += [str(BUILD / task.binary), *task.arguments, "--gtest_brief=1"]
     left = deadline - time.monotonic()
     if left <= 0:
@@ -342,7 +361,7 @@ def sanitize(wanted: list[str], within: float, pattern: str | None) -> int:
     slots = places(gpu_names(), len(os.sched_getaffinity(0)))
     parts = [p for p in PARTS if p in wanted or p.split(":")[0] in wanted]
     if pattern is not None:
-        parts = [part for part in parts if part.endswith(f":{OPS}")]
+        parts = [part for part in parts if part.split(":")[1] in (OPS, RINGS)]
     about: dict[str, str] = {}
     commands: dict[str, str] = {}
     tasks: list[Task] = []
@@ -365,7 +384,7 @@ def sanitize(wanted: list[str], within: float, pattern: str | None) -> int:
             kept.sort(key=lambda r: PARTS.index(r["title"]))
             write(SANITIZER_FILE, kept, {})  # now, in case a later part times out
 
-    tables = [part for part in parts if part.endswith(f":{OPS}")]
+    tables = [part for part in parts if part.split(":")[1] in (OPS, RINGS)]
     cases: list[Case] = []
     if tables:
         listed = list_cases(env, within)
@@ -376,17 +395,21 @@ def sanitize(wanted: list[str], within: float, pattern: str | None) -> int:
             parts = [part for part in parts if part not in tables]
         else:
             cases = listed
-    # The longest first: engines, then racecheck in many shards, of which each place takes several.
-    for part in sorted(parts, key=lambda part: (part in tables, not part.startswith("racecheck"))):
+    for part in sorted(parts, key=lambda p: FIRST.index(p) if p in FIRST else len(FIRST)):
         tool, name = part.split(":")
         if part in tables:
-            chosen = choose(tool, cases)
+            own = cases
+            if tool == "racecheck":
+                own = [case for case in cases if has_rings(case) == (name == RINGS)]
+            chosen = choose(tool, own, () if name == RINGS else NAMED)
             if pattern is not None:
-                chosen = [case for case in cases if fnmatchcase(case.name, pattern)]
+                chosen = [case for case in own if fnmatchcase(case.name, pattern)]
+                if not chosen:
+                    continue
             reached = {f for case in chosen for f in features(tool, case) if not f[2]}
-            every = {f for case in cases for f in features(tool, case) if not f[2]}
+            every = {f for case in own for f in features(tool, case) if not f[2]}
             about[part] = (
-                f"{len(chosen)} of {len(cases)} cases, which launch {len(reached)} of "
+                f"{len(chosen)} of {len(own)} cases, which launch {len(reached)} of "
                 f"{len(every)} kernels, without the CPU"
             )
             commands[part] = f"compute-sanitizer --tool {tool} op_parity_test"

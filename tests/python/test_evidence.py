@@ -87,7 +87,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sanitizers, "SANITIZER_FILE", tmp_path / "evidence.json")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    program(tmp_path, "compute-sanitizer", f'{SKIP}"$@" && echo "=== ERROR SUMMARY: 0 errors"')
+    helps = f'[ "$1" != --help ] || {{ echo {sanitizers.RACECHECK_OPTIONS[0]}; exit; }}\n'
+    ends = '"$@" && echo "=== ERROR SUMMARY: 0 errors"'
+    program(tmp_path, "compute-sanitizer", helps + SKIP + ends)
+    sanitizers.racecheck_options.cache_clear()
     return tmp_path
 
 
@@ -164,14 +167,19 @@ def test_a_whole_run_is_recorded_part_by_part(
     written = []
     monkeypatch.setattr(sanitizers, "write", lambda path, results, _: written.append(results))
     lines = [f"{c.name}\t1\tk 128 512" for c in NAMED]
+    lines.append("gemm_n64_rows3of8\t1\twide_gemm_kernel 128 512")
     program(machine, "op_kernels", "\n".join(f"echo '{line}'" for line in lines))
     count = "$(tr ':' '\\n' < ${1#--gtest_flagfile=} | grep -c .)"
     program(machine, "op_parity_test", passes(count))
     program(machine, "latent_merge_test", passes("2"))
-    wanted = ["memcheck:ops", "racecheck:ops", "memcheck:latent_merge"]
+    wanted = ["memcheck:ops", "racecheck:ops", "memcheck:latent_merge", "racecheck:rings"]
     assert sanitizers.sanitize(wanted, 60, None) == 0
     assert [r["title"] for r in written[-1]] == [p for p in sanitizers.PARTS if p in wanted]
-    assert "5 of 5 cases, which launch 1 of 1 kernels" in written[-1][1]["summary"][0]
+    said = {r["title"]: r["summary"][0] for r in written[-1]}
+    assert "6 of 6 cases, which launch 2 of 2 kernels" in said["memcheck:ops"]
+    assert "5 of 5 cases, which launch 1 of 1 kernels" in said["racecheck:ops"]
+    assert "1 of 1 cases, which launch 1 of 1 kernels" in said["racecheck:rings"]
+    assert sanitizers.racecheck_options() == sanitizers.RACECHECK_OPTIONS
     # A pattern records nothing, and a table that cannot be listed fails its parts.
     written.clear()
     assert sanitizers.sanitize(wanted, 60, "truncate*") == 0 and not written
