@@ -189,6 +189,21 @@ def test_the_evidence_of_gpus_names_options_that_exist(monkeypatch: pytest.Monke
         assert name in evidence.UNTRACED or parsed.arrivals is None
 
 
+def test_an_engine_that_chooses_has_a_row(
+    config_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bench.json"
+    argv = ["--draft-config", str(config_dir), "--num-speculative-tokens", "1,3", "--adaptive"]
+    assert bench(config_dir, *argv, "--concurrency", "2", "--json", str(out)) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["configuration"], row["is_adaptive"]) for row in rows] == [
+        ("plain", False), ("k=1", False), ("k=3", False), ("adaptive to k=3", True)
+    ]  # fmt: skip
+    assert rows[-1]["at_lengths"] == []
+    assert bench(config_dir, "--adaptive") == 2
+    assert "adaptive is True, but there is no drafter" in capsys.readouterr().err
+
+
 def test_drafting_that_may_stop_has_no_computed_rate() -> None:
     model = models.load("gemma3-10m", dummy=True, show_progress=False)
     drafting = Speculation(2, ngram_min=1, ngram_max=2)

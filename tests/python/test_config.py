@@ -290,6 +290,20 @@ def test_nested_options_are_checked() -> None:
     refuses(GOOD | {"draft_position": "last"}, ValueError, "'draft_position'", "under 'x'", "...")
 
 
+def test_adaptive() -> None:
+    assert SpeculativeConfig.parse(GOOD).adaptive is None
+    for value in (True, False):
+        assert SpeculativeConfig.parse(GOOD | {"x": {"adaptive": value}}).adaptive is value
+    refuses(GOOD | {"x": {"adaptive": 1}}, ValueError, "['adaptive'] is 1; allowed: True or False")
+    custom = {"method": "custom", "drafter": len, "num_speculative_tokens": 2}
+    refuses(
+        custom | {"x": {"adaptive": True}},
+        ValueError,
+        "['adaptive'] is True, but method is 'custom'",
+        "allowed: False",
+    )
+
+
 @pytest.mark.parametrize("threshold", [0, 0.0, 0.25, 0.999])
 def test_draft_stop_threshold(threshold: float) -> None:
     nested = {"draft_driver": "while", "draft_stop_threshold": threshold}

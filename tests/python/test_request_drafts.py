@@ -51,6 +51,23 @@ def test_a_mix_in_one_batch_gives_the_tokens_of_plain_decoding(llm: LLM, plain_l
     assert after - before == num_drafted
 
 
+def test_an_engine_that_chooses_gives_the_tokens_of_plain_decoding(
+    target_dir: Path, plain_llm: LLM, speculative_config: dict[str, Any]
+) -> None:
+    config = speculative_config | {"x": {"adaptive": True}}
+    with LLM(target_dir, speculative_config=config, max_num_seqs=8, device="cpu") as llm:
+        prompts, wanted = PROMPTS[:4], [params(None, i) for i in range(4)]
+        outputs, expected = llm.generate(prompts, wanted), plain_llm.generate(prompts, wanted)
+        choice = llm.stats()["speculative_decoding"]["adaptive"]
+    for output, same in zip(outputs, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in same.outputs]
+    assert choice["num_drafts"] in (0, 1, 2, K) and len(choice["acceptance"]) == K
+    assert [of["num_drafts"] for of in choice["by_num_drafts"]] == [0, 1, 2, K]
+    assert sum(of["time_share"] for of in choice["by_num_drafts"]) == pytest.approx(1)
+    assert {cost["num_drafts"] for cost in choice["costs"]} <= {0, 1, 2, K} != set()
+    assert all(cost["ms"] > 0 for cost in choice["costs"])
+
+
 def test_more_than_the_engine_has_is_refused(llm: LLM, plain_llm: LLM) -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens is 5; allowed: 0 to 4, the num_"):
         llm.generate(PROMPTS[0], params(5, 0))

@@ -77,6 +77,13 @@ def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
     for position, count in enumerate(engine["accepted_per_position"]):
         name = f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{position={position}}}"
         assert after[name] == count
+    for drafts in engine["drafts"]:
+        labels = f"{{num_drafts={drafts['num_drafts']}}}"
+        ran = after[f"paceline_spec_decode_iterations_total{labels}"]
+        seconds = after[f"paceline_spec_decode_device_seconds_total{labels}"]
+        assert (ran, seconds) == (drafts["num_iterations"], pytest.approx(drafts["us"] * 1e-6))
+        assert (ran > 0) == (seconds > 0)
+    assert ran > 0  # with all drafts
     # vLLM's names for the same.
     for vllm, own in (
         ("generation_tokens_total", "generation_tokens_total"),

@@ -292,6 +292,15 @@ def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
         full = f"spec_decode_{name}"
         counts = [({"position": str(i)}, count) for i, count in enumerate(engine[key])]
         families.add(CounterMetricFamily, full, text, counts, full)
+    for name, text, key, scale in (
+        ("iterations", "Iterations, by the number of drafts.", "num_iterations", 1),
+        ("device_seconds", "Time of the device for them.", "us", 1e-6),
+    ):
+        full = f"spec_decode_{name}"
+        counts = [
+            ({"num_drafts": str(of["num_drafts"])}, of[key] * scale) for of in engine["drafts"]
+        ]
+        families.add(CounterMetricFamily, full, text, counts)
 
 
 def _add_replicas(families: _Families, replicas: RemoteExecutor) -> None:
