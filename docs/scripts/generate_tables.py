@@ -343,10 +343,12 @@ def _names_table(what: str, ours: Sequence[str]) -> str:
         if name not in ours
     ]
     parts = [f"The same as in vLLM: {same}.", table(("vLLM", "here"), rows)]
-    own = code([name for name in ours if name not in names])
+    own = [name for name in ours if name not in names]
+    nested = [name for name in own if what == "speculative_config" and name != "drafter"]
     if own:
-        where = " (under `x`)" if what == "speculative_config" else ""
-        parts.append(f"Only in Paceline{where}: {own}.")
+        direct = code([name for name in own if name not in nested])
+        under_x = f", and under `x` {code(nested)}" if nested else ""
+        parts.append(f"Only in Paceline: {direct}{under_x}.")
     return "\n\n".join(parts)
 
 
