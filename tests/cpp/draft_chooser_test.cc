@@ -131,6 +131,24 @@ TEST(DraftChooser, NoiseDoesNotFlipTheChoice) {
   EXPECT_LE(script.num_changes, 100);
 }
 
+// Other work on the machine makes all iterations slower for a while.
+TEST(DraftChooser, LoadThatComesAndGoesDoesNotFlipTheChoice) {
+  Script script;
+  double load = 1;
+  script.acceptance = [](int32_t) { return 0.7; };
+  script.us = [&](int32_t k, int32_t) { return load * (100 + 80 * k); };
+  script.noise = 0.1;
+  script.run(500, 16);
+  script.clear();
+  for (int round = 0; round < 100; ++round) {
+    load = 1 + 2 * script.unit();
+    script.run(20 + static_cast<int32_t>(300 * script.unit()), 16);
+  }
+  const int64_t others = script.counts[1] + script.counts[2] + script.counts[3];
+  EXPECT_LE(others, script.counts[0] / 50);
+  EXPECT_LE(script.num_changes, 20);
+}
+
 TEST(DraftChooser, FollowsAChangeOfAcceptanceAndOfTimes) {
   for (const int32_t num_seqs : {1, 16}) {
     Script script;

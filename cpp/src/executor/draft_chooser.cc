@@ -15,6 +15,9 @@ constexpr double kExploredShare = 0.01;
 // Iterations of an exploration. The first verifies what the one before has drafted, so its time is
 // used. The host chooses before it has read the newest results.
 constexpr int32_t kExploredIterations = 4;
+// Times that are not older, in iterations with as many sequences, can be compared with those of
+// now: other work on the machine comes and goes.
+constexpr int64_t kRecent = 64;
 // Iterations that may explore are saved up to as many.
 constexpr double kMostCredit = 40;
 // Iterations with a number of sequences before values of k' are explored for it.
@@ -116,11 +119,11 @@ double DraftChooser::cost(size_t bucket, size_t length) const {
   return best;
 }
 
-void DraftChooser::settle(size_t bucket) {
+size_t DraftChooser::settle(size_t bucket) {
   Bucket& state = states_[bucket];
   if (state.choice == kUnset) state.choice = current_;
   const double us = cost(bucket, state.choice);
-  if (us == 0) return;
+  if (us == 0) return kUnset;
   size_t best = state.choice;
   double most = kMargin * tokens(best) / us;
   for (size_t i = 0; i < lengths_.size(); ++i) {
@@ -129,7 +132,13 @@ void DraftChooser::settle(size_t bucket) {
     most = tokens(i) / other_us;
     best = i;
   }
+  Cell& cell = state.cells[best];
+  if (best != state.choice && cell.is_known() && state.num_visits - cell.newest > kRecent) {
+    cell = {};
+    return best;
+  }
   state.choice = best;
+  return kUnset;
 }
 
 size_t DraftChooser::next_to_explore(size_t bucket) {
@@ -169,10 +178,10 @@ auto DraftChooser::choose(int32_t num_seqs) -> Choice {
     return {.num_drafts = lengths_[explored_], .explores = true};
   }
   num_left_ = 0;
-  settle(bucket);
+  explored_ = settle(bucket);
   current_ = state.choice;
   current_seqs_ = num_seqs;
-  explored_ = next_to_explore(bucket);
+  if (explored_ == kUnset) explored_ = next_to_explore(bucket);
   if (explored_ == kUnset) return {.num_drafts = lengths_[current_]};
   explored_bucket_ = bucket;
   num_left_ = kExploredIterations - 1;
@@ -189,8 +198,10 @@ void DraftChooser::observe(const Iteration& iteration) {
   if (iteration.us <= 0) return;
   const auto length = std::find(lengths_.begin(), lengths_.end(), iteration.num_drafts);
   if (length == lengths_.end()) return;
-  states_[bucket_of(iteration.num_seqs)].cells[static_cast<size_t>(length - lengths_.begin())].add(
-      iteration.us);
+  Bucket& state = states_[bucket_of(iteration.num_seqs)];
+  Cell& cell = state.cells[static_cast<size_t>(length - lengths_.begin())];
+  cell.add(iteration.us);
+  cell.newest = state.num_visits;
 }
 
 std::vector<DraftChooser::Estimate> DraftChooser::estimates(int32_t num_seqs) const {

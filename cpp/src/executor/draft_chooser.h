@@ -78,6 +78,7 @@ class DraftChooser {
     std::array<float, kNumTimes> times{};
     int64_t count = 0;
     double median = 0;
+    int64_t newest = 0;  // visit of the bucket when the newest time came
 
     void add(double us);
     [[nodiscard]] bool is_known() const;
@@ -93,7 +94,9 @@ class DraftChooser {
   // Time of an iteration; from another bucket if it is not known, and 0 if there is none either.
   [[nodiscard]] double cost(size_t bucket, size_t length) const;
   [[nodiscard]] bool is_known_nearby(size_t bucket, size_t length) const;
-  void settle(size_t bucket);  // sets the bucket's choice
+  // Sets the bucket's choice. Returns a k' that would be better by times that are old, and must be
+  // measured anew first, or kUnset.
+  [[nodiscard]] size_t settle(size_t bucket);
   // The k' to explore next, or kUnset.
   [[nodiscard]] size_t next_to_explore(size_t bucket);
 
