@@ -200,6 +200,8 @@ def test_an_engine_that_chooses_has_a_row(
         ("plain", False), ("k=1", False), ("k=3", False), ("adaptive to k=3", True)
     ]  # fmt: skip
     assert rows[-1]["at_lengths"] == []
+    assert bench(config_dir, *argv, "--host-only") == 2
+    assert "--adaptive does not go with --host-only" in capsys.readouterr().err
     assert bench(config_dir, "--adaptive") == 2
     assert "adaptive is True, but there is no drafter" in capsys.readouterr().err
 

@@ -74,6 +74,8 @@ def speculations(
         except ValueError as error:  # a stop threshold works with one driver only
             raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
     if args.adaptive:
+        if args.host_only:
+            raise ValueError("--adaptive does not go with --host-only, which has no times")
         # Beside those with a fixed number: the one with the most drafts, which chooses.
         longest = max(configs, key=lambda config: config.k)
         configs.append(dataclasses.replace(longest, adaptive=True))
