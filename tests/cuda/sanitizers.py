@@ -404,8 +404,6 @@ def sanitize(wanted: list[str], within: float, pattern: str | None) -> int:
             chosen = choose(tool, own, () if name == RINGS else NAMED)
             if pattern is not None:
                 chosen = [case for case in own if fnmatchcase(case.name, pattern)]
-                if not chosen:
-                    continue
             reached = {f for case in chosen for f in features(tool, case) if not f[2]}
             every = {f for case in own for f in features(tool, case) if not f[2]}
             about[part] = (
@@ -413,11 +411,16 @@ def sanitize(wanted: list[str], within: float, pattern: str | None) -> int:
                 f"{len(every)} kernels, without the CPU"
             )
             commands[part] = f"compute-sanitizer --tool {tool} op_parity_test"
+            if not chosen and pattern is None:
+                record(part, [{"exit": 1, "seconds": 0.0, "summary": ["no case is of this part"]}])
             tasks += tasks_of_ops(part, chosen, len(slots) * (4 if tool == "racecheck" else 2))
         else:
             program = TOOLS[tool][name]
             argument = f"--gtest_filter={program.cases}"
             commands[part] = f"compute-sanitizer --tool {tool} {program.binary} {argument}"
             tasks.append(Task(part, program.binary, (argument,), {}, 0, program.limit))
+    if not tasks and code == 0:
+        print(f"no case of {', '.join(parts)} matches {pattern!r}")
+        return 1
     run_all(tasks, slots, env, deadline, record)
     return code

@@ -183,6 +183,11 @@ def test_a_whole_run_is_recorded_part_by_part(
     # A pattern records nothing, and a table that cannot be listed fails its parts.
     written.clear()
     assert sanitizers.sanitize(wanted, 60, "truncate*") == 0 and not written
+    assert sanitizers.sanitize(wanted, 60, "nothing*") == 1 and not written
+    # A part that no case is of has failed.
+    program(machine, "op_kernels", "\n".join(f"echo '{line}'" for line in lines[:-1]))
+    assert sanitizers.sanitize(["racecheck:rings"], 60, None) == 1
+    assert written[-1][0]["summary"][-1] == "no case is of this part (1 processes)"
     program(machine, "op_kernels", "echo no GPU >&2; exit 3")
     assert sanitizers.sanitize(wanted, 60, None) == 3
     assert written[-1][-1]["summary"][-1] == "no GPU (1 processes)"
