@@ -409,17 +409,21 @@ std::unique_ptr<GemmPlanner::Plan> GemmPlanner::best_plan(CudaContext& ctx, cons
   return their_ms < our_ms ? std::move(plan) : nullptr;
 }
 
-bool GemmPlanner::run_library(CudaContext& ctx, const GemmParams& p) {
+auto GemmPlanner::plan_of(const GemmParams& p) const -> const Plan* {
   if (library_ == nullptr || p.weight.format != WeightFormat::kPlain || p.bias != nullptr ||
       p.x_stride != p.weight.k || p.y_stride != p.weight.n) {
-    return false;
+    return nullptr;
   }
   const int32_t padded = padded_rows(p.max_rows);
-  if (!is_for_library(p.max_rows, padded)) return false;
+  if (!is_for_library(p.max_rows, padded)) return nullptr;
   const auto found = plans_.find(Key{padded, p.weight.n, p.weight.k, p.y_dtype});
-  if (found == plans_.end() || found->second == nullptr) return false;
-  const Plan& plan = *found->second;
-  plan.run(ctx, plan.algorithm, p.weight.data, p.x, p.y);
+  return found == plans_.end() ? nullptr : found->second.get();
+}
+
+bool GemmPlanner::run_library(CudaContext& ctx, const GemmParams& p) {
+  const Plan* const plan = plan_of(p);
+  if (plan == nullptr) return false;
+  plan->run(ctx, plan->algorithm, p.weight.data, p.x, p.y);
   if (ctx.trace != nullptr) {
     ctx.trace->label_next(concat("cublasLt gemm ", p.weight.n, "x", p.weight.k));
     ctx.trace->mark("cublasLt");

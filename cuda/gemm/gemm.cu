@@ -33,9 +33,14 @@ int64_t num_waves(const CudaContext& ctx, const GemmParams& p) {
 // With enough tiles for two or three per SM, each ring takes a part of its shared memory; fewer
 // tiles must keep more bytes in flight each. docs/performance.md has the measurements.
 template <class Out, class Tile>
-void launch_gemm(CudaContext& ctx, const GemmParams& p) {
+void launch_gemm(CudaContext& ctx, const GemmParams& p, const GatedActivationParams* activation) {
   const bool is_narrow = num_waves<Tile>(ctx, p) == 1;
-  launch_tile<Out, Tile>(ctx, p, (is_narrow ? 200 : Tile::kTokens <= 16 ? 73 : 100) << 10);
+  launch_tile<Out, Tile>(ctx, p,
+                         (is_narrow             ? 200
+                          : Tile::kTokens <= 16 ? 73
+                                                : 100)
+                             << 10,
+                         activation);
 }
 
 // The cost when arithmetic bounds: clocks of the busiest SM for a column of K.
@@ -56,8 +61,9 @@ struct Weights {
 
 // Launches the cheapest of several tiles, the first of equals.
 template <class Cost, class Out, class... Tiles>
-void launch_cheapest(CudaContext& ctx, const GemmParams& p) {
-  using Launch = void (*)(CudaContext&, const GemmParams&);
+void launch_cheapest(CudaContext& ctx, const GemmParams& p,
+                     const GatedActivationParams* activation) {
+  using Launch = void (*)(CudaContext&, const GemmParams&, const GatedActivationParams*);
   Launch best = nullptr;
   double least = std::numeric_limits<double>::infinity();
   const auto consider = [&](double cost, Launch launch) {
@@ -66,28 +72,31 @@ void launch_cheapest(CudaContext& ctx, const GemmParams& p) {
     best = launch;
   };
   (consider(Cost::template of<Tiles>(ctx, p), &launch_gemm<Out, Tiles>), ...);
-  best(ctx, p);
+  best(ctx, p, activation);
 }
 
 // The candidate tiles and the choice come from measurements: docs/kernels.md.
 template <class Out>
-void launch_for_rows(CudaContext& ctx, const GemmParams& p) {
+void launch_for_rows(CudaContext& ctx, const GemmParams& p,
+                     const GatedActivationParams* activation = nullptr) {
   const int32_t rows = p.max_rows;
   if (rows <= 32) {
     // Three blocks of the narrowest tile share an SM, so up to three per SM are one wave. Beyond
     // that, two blocks with deeper rings leave a shorter tail.
     const bool is_one_wave = num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
-    if (rows <= 16 && is_one_wave) return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p);
-    return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p);
+    if (rows <= 16 && is_one_wave)
+      return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p, activation);
+    return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p, activation);
   }
   if (rows <= 64) {
     using Narrow = WeightRows<1, 64, 2>;
-    if (num_waves<Narrow>(ctx, p) == 1) return launch_gemm<Out, Narrow>(ctx, p);
-    return launch_cheapest<Weights, Out, TokenRows<96>, TokenRows<128>, TokenRows<224>>(ctx, p);
+    if (num_waves<Narrow>(ctx, p) == 1) return launch_gemm<Out, Narrow>(ctx, p, activation);
+    return launch_cheapest<Weights, Out, TokenRows<96>, TokenRows<128>, TokenRows<224>>(ctx, p,
+                                                                                        activation);
   }
   launch_cheapest<Clocks, Out, WeightRows<1, 96>, WeightRows<2, 160>, WeightRows<3, 192>,
                   WeightRows<1, 160>, TokenRows<192>, WeightRows<3, 128>, WeightRows<1, 64, 2>,
-                  TokenRows<128>>(ctx, p);
+                  TokenRows<128>>(ctx, p, activation);
 }
 
 // Whether one launch computes all groups: the tiles of packed weights, of up to 128 rows, know the
@@ -123,6 +132,29 @@ GemmParams group_of(const GemmParams& all, int32_t group) {
   return p;
 }
 
+// Whether the activation is faster as the end of the product. The end of a wide tile takes its few
+// threads longer than a kernel on the whole machine, and so does that of tiles which come in
+// several waves: docs/performance-history.md.
+bool takes_activation(const CudaContext& ctx, const GemmParams& p) {
+  if (p.max_rows <= 16) return num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
+  if (p.max_rows <= 32 || p.max_rows > 64) return false;
+  return num_waves<WeightRows<1, 64, 2>>(ctx, p) > 1 &&
+         Weights::of<TokenRows<96>>(ctx, p) <=
+             std::min(Weights::of<TokenRows<128>>(ctx, p), Weights::of<TokenRows<224>>(ctx, p));
+}
+
+void label(CudaContext& ctx, const GemmParams& p) {
+  if (ctx.trace != nullptr) ctx.trace->label_next(concat("gemm ", p.weight.n, "x", p.weight.k));
+  PACELINE_CHECK(p.x_dtype == p.weight.dtype, "on a GPU x has the dtype of the weights");
+}
+
+// Throws Unsupported for rows that the copy engine cannot read.
+void check_strides(const GemmParams& p) {
+  if (p.weight.k % 8 == 0 && p.x_stride % 8 == 0) return;
+  throw Unsupported(concat("a product over ", p.weight.k, " columns with rows ", p.x_stride,
+                           " apart; on a GPU both must be multiples of 8"));
+}
+
 }  // namespace
 }  // namespace cuda
 
@@ -132,8 +164,7 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
     for (int32_t group = 0; group < p.num_groups; ++group) gemm(ctx, cuda::group_of(p, group));
     return;
   }
-  if (ctx.trace != nullptr) ctx.trace->label_next(concat("gemm ", p.weight.n, "x", p.weight.k));
-  PACELINE_CHECK(p.x_dtype == p.weight.dtype, "on a GPU x has the dtype of the weights");
+  cuda::label(ctx, p);
   if (p.weight.dtype == DType::kFloat32 || p.weight.format != WeightFormat::kPlain) {
     return cuda::launch_any_format(ctx,
                                    {.expert_begin = nullptr,
@@ -152,16 +183,32 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
                                    {.num_rows = p.num_rows});
   }
   PACELINE_CHECK(p.weight.dtype == DType::kBFloat16, "products are of float32 or bfloat16");
-  if (p.weight.k % 8 != 0 || p.x_stride % 8 != 0) {
-    throw Unsupported(concat("a product over ", p.weight.k, " columns with rows ", p.x_stride,
-                             " apart; on a GPU both must be multiples of 8"));
-  }
+  cuda::check_strides(p);
   if (ctx.gemm->run_library(ctx, p)) return;
   if (p.y_dtype == DType::kBFloat16) {
     cuda::launch_for_rows<__nv_bfloat16>(ctx, p);
   } else {
     cuda::launch_for_rows<float>(ctx, p);
   }
+}
+
+void activated_gemm(CudaContext& ctx, const ActivatedGemmParams& p) {
+  check_activation(p);
+  const GemmParams& product = p.product;
+  const WeightMatrix& w = product.weight;
+  // The activation is the end of our own kernel for bfloat16.
+  const bool is_joined = w.dtype == DType::kBFloat16 && w.format == WeightFormat::kPlain &&
+                         product.y_dtype == DType::kBFloat16 && product.bias == nullptr &&
+                         p.activation.intermediate % 8 == 0 && !ctx.gemm->has_plan(product) &&
+                         cuda::takes_activation(ctx, product);
+  if (!is_joined) {
+    gemm(ctx, product);
+    return gated_activation(ctx, p.activation);
+  }
+  if (product.max_rows <= 0) return;
+  cuda::label(ctx, product);
+  cuda::check_strides(product);
+  cuda::launch_for_rows<__nv_bfloat16>(ctx, product, &p.activation);
 }
 
 }  // namespace paceline

@@ -5,7 +5,18 @@
 
 #include <cstdint>
 
+#include "ops/ops.h"
+
 namespace paceline::cuda {
+
+// The end of a product whose rows of weights are gates and, from row `up_row` on, their ups. A tile
+// has as many of both, and y is the activation of the product in bfloat16.
+struct GatedRows {
+  int32_t up_row = 0;  // 0: y is the product
+  Activation activation = Activation::kSilu;
+  float alpha = 0;
+  float limit = 0;
+};
 
 struct GemmArgs {
   const int32_t* num_rows;  // [1]
@@ -13,11 +24,12 @@ struct GemmArgs {
   const float* bias;  // [n], or null
   void* y;
   int64_t y_stride;
-  int32_t n;
+  int32_t n;  // of y
   int32_t k;
   int32_t num_stages;
   int32_t stage_bytes;   // bytes that arrive per stage
   int32_t block_tokens;  // tokens that a block computes, at most a tile's
+  GatedRows gated;
 };
 
 // The operand that forms the rows of the product, 64 per warpgroup; the other forms its columns.

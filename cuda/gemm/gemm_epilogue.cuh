@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "elementwise/gate_up.cuh"
 #include "gemm/gemm_args.h"
 #include "gemm/wgmma.cuh"
 
@@ -121,6 +122,38 @@ struct StagedTile {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
       } else {
         for (int32_t c = 0; c < kVector && begin + c < num_columns; ++c) to[c] = from[c];
+      }
+    }
+  }
+
+  // The same with the activation of a tile whose first half of columns are gates and whose second
+  // half are their ups.
+  __device__ __forceinline__ void write_gated(Out* y, int64_t y_stride, int32_t num_tokens,
+                                              int32_t num_columns, const GatedRows& gated) const {
+    static_assert(sizeof(Out) == 2 && Tile::kWeights % (2 * kVector) == 0);
+    const bool is_aligned = y_stride % kVector == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0;
+    constexpr int32_t kPieces = Tile::kWeights / 2 / kVector;  // of one token
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_tokens * kPieces;
+         i += Tile::kConsumers) {
+      const int32_t token = i / kPieces;
+      const int32_t begin = i % kPieces * kVector;
+      const Out* const gates = data + token * kPitch + begin;
+      const Out* const ups = gates + Tile::kWeights / 2;
+      Out* const to = y + token * y_stride + begin;
+      __align__(16) Out values[kVector];
+#pragma unroll
+      for (int32_t c = 0; c < kVector; ++c) {
+        values[c] =
+            __float2bfloat16_rn(gate_up(gated.activation, __bfloat162float(gates[c]),
+                                        __bfloat162float(ups[c]), gated.alpha, gated.limit));
+      }
+      if (is_aligned && begin + kVector <= num_columns) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(values);
+      } else {
+#pragma unroll
+        for (int32_t c = 0; c < kVector; ++c) {
+          if (begin + c < num_columns) to[c] = values[c];
+        }
       }
     }
   }

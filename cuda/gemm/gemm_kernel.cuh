@@ -40,18 +40,23 @@ struct Ring {
   }
 };
 
-// Fills the ring, block of K by block of K; called by one thread.
+// Fills the ring, block of K by block of K; called by one thread. With an up_row (GatedRows) a box
+// of weights is half of a tile.
 template <class Tile>
 __device__ __forceinline__ void produce(const Ring<Tile>& ring, const CUtensorMap* weight_map,
                                         const CUtensorMap* token_map, int32_t first_column,
-                                        int32_t first_token, int32_t num_blocks) {
+                                        int32_t first_token, int32_t num_blocks, int32_t up_row) {
   const auto request_weights = [&](int32_t block, int32_t stage) {
     barrier_expect(&ring.full[stage], ring.arriving_bytes);
 #pragma unroll
     for (int32_t step = 0; step < Tile::kSteps; ++step) {
-      copy_box(ring.weights(stage) + step * Tile::kWeightBytes, weight_map,
-               (block * Tile::kSteps + step) * Tile::kDepth, first_column, &ring.full[stage],
-               kEvictFirst);
+      std::byte* const to = ring.weights(stage) + step * Tile::kWeightBytes;
+      const int32_t column = (block * Tile::kSteps + step) * Tile::kDepth;
+      copy_box(to, weight_map, column, first_column, &ring.full[stage], kEvictFirst);
+      if (up_row != 0) {
+        copy_box(to + Tile::kWeightBytes / 2, weight_map, column, up_row + first_column,
+                 &ring.full[stage], kEvictFirst);
+      }
     }
   };
   const auto request_tokens = [&](int32_t block, int32_t stage) {
@@ -131,7 +136,8 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
 template <class Out, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap weight_map,
-                const __grid_constant__ CUtensorMap token_map, const GemmArgs args) {
+                const __grid_constant__ CUtensorMap token_map,
+                const __grid_constant__ GemmArgs args) {
   extern __shared__ __align__(1024) std::byte ring_storage[];
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
@@ -144,7 +150,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       .num_stages = args.num_stages,
       .arriving_bytes = args.stage_bytes};
   const int32_t first_token = static_cast<int32_t>(blockIdx.x) * args.block_tokens;
-  const int32_t first_column = static_cast<int32_t>(blockIdx.y) * Tile::kWeights;
+  const bool is_gated = args.gated.up_row != 0;
+  const int32_t tile_columns = is_gated ? Tile::kWeights / 2 : Tile::kWeights;  // of y
+  const int32_t first_column = static_cast<int32_t>(blockIdx.y) * tile_columns;
   constexpr int32_t kBlockDepth = Tile::kSteps * Tile::kDepth;
   const int32_t num_blocks = (args.k + kBlockDepth - 1) / kBlockDepth;
 
@@ -160,7 +168,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   if (threadIdx.x >= Tile::kConsumers) {
     if (threadIdx.x == Tile::kConsumers) {
-      produce<Tile>(ring, &weight_map, &token_map, first_column, first_token, num_blocks);
+      produce<Tile>(ring, &weight_map, &token_map, first_column, first_token, num_blocks,
+                    args.gated.up_row);
     } else {
       wait_for_predecessor();
     }
@@ -188,9 +197,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                  : 0.0f;
     });
     asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
-    staged.write(static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column,
-                 args.y_stride, min(num_rows - first_token, args.block_tokens),
-                 min(args.n - first_column, Tile::kWeights));
+    Out* const y = static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column;
+    const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
+    const int32_t num_columns = min(args.n - first_column, tile_columns);
+    if constexpr (sizeof(Out) == 2) {
+      if (is_gated)
+        return staged.write_gated(y, args.y_stride, num_tokens, num_columns, args.gated);
+    }
+    staged.write(y, args.y_stride, num_tokens, num_columns);
   }
 }
 

@@ -43,8 +43,10 @@ int32_t num_stages_of(int32_t ring_bytes) {
                     std::min(kMaxStages, kFit));
 }
 
+// With an activation, y is that of the product (ActivatedGemmParams).
 template <class Out, class Tile>
-void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes) {
+void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
+                 const GatedActivationParams* activation = nullptr) {
   auto* const kernel = &gemm_kernel<Out, Tile>;
   static const bool is_allowed = [&] {
     allow_shared_bytes(kernel, kMaxSharedBytes, "gemm");
@@ -60,23 +62,31 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes) {
   // The tiles share the tokens evenly. Rows of a tile without a token keep stale values in shared
   // memory, which affect only outputs that are not written. Copying out-of-range rows, which arrive
   // as zeros, took longer than copying real ones.
+  const bool is_gated = activation != nullptr;
+  const int32_t n = is_gated ? activation->intermediate : p.weight.n;
   const int32_t token_tiles = (p.max_rows + Tile::kTokens - 1) / Tile::kTokens;
   const int32_t block_tokens = ((p.max_rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
   const GemmArgs args = {
       .num_rows = p.num_rows,
       .max_rows = p.max_rows,
       .bias = p.bias,
-      .y = p.y,
-      .y_stride = p.y_stride,
-      .n = p.weight.n,
+      .y = is_gated ? activation->y : p.y,
+      .y_stride = is_gated ? n : p.y_stride,
+      .n = n,
       .k = p.weight.k,
       .num_stages = num_stages,
       .stage_bytes = Tile::kSteps * (Tile::kWeightBytes + block_tokens * Tile::kRowBytes),
-      .block_tokens = block_tokens};
+      .block_tokens = block_tokens,
+      .gated = is_gated ? GatedRows{.up_row = n,
+                                    .activation = activation->activation,
+                                    .alpha = activation->alpha,
+                                    .limit = activation->limit}
+                        : GatedRows{}};
+  const int32_t tile_columns = is_gated ? Tile::kWeights / 2 : Tile::kWeights;
   const dim3 grid((p.max_rows + block_tokens - 1) / block_tokens,
-                  (p.weight.n + Tile::kWeights - 1) / Tile::kWeights);
+                  (n + tile_columns - 1) / tile_columns);
   launch(ctx, "gemm", kernel, grid, dim3(Tile::kThreads), shared_bytes,
-         tensor_map(p.weight.data, p.weight.n, p.weight.k, p.weight.k, Tile::kWeights),
+         tensor_map(p.weight.data, p.weight.n, p.weight.k, p.weight.k, tile_columns),
          tensor_map(p.x, p.max_rows, p.weight.k, p.x_stride, block_tokens), args);
 }
 

@@ -40,6 +40,8 @@ class GemmPlanner {
   void admit(CudaContext& ctx, int32_t max_rows, std::span<const void* const> weights, int32_t n,
              int32_t k, DType y_dtype);
 
+  // Whether there is an admitted algorithm for this product.
+  [[nodiscard]] bool has_plan(const GemmParams& p) const { return plan_of(p) != nullptr; }
   // Enqueues an admitted algorithm, if there is one for this product; returns whether it did.
   [[nodiscard]] bool run_library(CudaContext& ctx, const GemmParams& p);
 
@@ -48,6 +50,7 @@ class GemmPlanner {
   struct Trial;
   using Key = std::tuple<int32_t, int32_t, int32_t, DType>;  // padded rows, n, k, dtype of y
 
+  [[nodiscard]] const Plan* plan_of(const GemmParams& p) const;
   [[nodiscard]] std::unique_ptr<Plan> best_plan(CudaContext& ctx, const Trial& trial, int32_t rows);
 
   std::unique_ptr<CublasLt> library_;

@@ -81,6 +81,8 @@ TEST_P(ExactFormatBits, AreThoseOfPlainWeights) {
 INSTANTIATE_TEST_SUITE_P(Table, ExactFormatBits, ::testing::ValuesIn(exact_cases()),
                          [](const auto& info) { return info.param.name; });
 
+class DenseActivationBits : public GpuTest {};
+
 class ActivationBits : public GpuTest, public ::testing::WithParamInterface<WeightSpec> {};
 
 TEST_P(ActivationBits, AreThoseOfTheOpAlone) {
@@ -105,6 +107,30 @@ TEST_P(ActivationBits, AreThoseOfTheOpAlone) {
                                       y_of(make_mixture(spec, rows, base_seed()))),
                   -1)
             << "of " << num_rows << " rows, activation " << static_cast<int>(activation);
+      }
+    }
+  }
+}
+
+// Weights as rows of tiles, and with many weights and 50 rows tokens.
+TEST_F(DenseActivationBits, AreThoseOfTheOpAlone) {
+  TRACE_SEED();
+  for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh,
+                                      Activation::kSwigluOai, Activation::kClampedSilu}) {
+    for (const int32_t intermediate : {424, 12288}) {
+      for (const int32_t num_rows : {1, 13, 20, 50, 100}) {
+        ActivatedGemmSpec spec = {.intermediate = intermediate,
+                                  .k = 160,
+                                  .activation = activation,
+                                  .weight = {DType::kBFloat16}};
+        const Rows rows = first_rows(num_rows, num_rows + 2);
+        const OpInstance together = make_activated_gemm(spec, rows, base_seed());
+        spec.activates_alone = true;
+        ASSERT_EQ(first_different_row(together, y_of(together),
+                                      y_of(make_activated_gemm(spec, rows, base_seed()))),
+                  -1)
+            << num_rows << " rows of " << intermediate << ", activation "
+            << static_cast<int>(activation);
       }
     }
   }

@@ -107,4 +107,11 @@ OpArray output_array(std::string name, Element cpu, Element cuda, int64_t count,
   return array;
 }
 
+OpArray intermediate_array(std::string name, Element cuda, int64_t count) {
+  const Element cpu = is_float(cuda) ? Element::kF32 : cuda;
+  OpArray array = output_array(std::move(name), cpu, cuda, count, 0);
+  array.compare = Compare::kByCase;
+  return array;
+}
+
 }  // namespace paceline::testing

@@ -180,6 +180,15 @@ struct GatedSpec {
   int32_t up_stride = 0;  // 0: up follows gate
   bool is_interleaved = false;
 };
+// gate and up, and the activation.
+struct ActivatedGemmSpec {
+  int32_t intermediate = 0;
+  int32_t k = 0;
+  Activation activation = Activation::kSilu;
+  WeightSpec weight = {};  // x and y have its dtype
+  bool has_bias = false;
+  bool activates_alone = false;  // by an op of its own, after the product
+};
 struct PerLayerSpec {
   int32_t num_layers = 0;
   int32_t size = 0;
@@ -320,6 +329,8 @@ struct ClusterLogitsSpec {
 [[nodiscard]] OpInstance make_embed(const EmbedSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_rms_norm(const RmsNormSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_gated(const GatedSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_activated_gemm(const ActivatedGemmSpec& spec, const Rows& rows,
+                                             uint64_t seed);
 [[nodiscard]] OpInstance make_per_layer(const PerLayerSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_rope(const RopeSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_list_attention(const ListSpec& spec, const Rows& rows, uint64_t seed);
@@ -500,6 +511,8 @@ template <class T>
 // Poisoned; `cpu` and `cuda` are equal for what is no activation.
 [[nodiscard]] OpArray output_array(std::string name, Element cpu, Element cuda, int64_t count,
                                    int64_t row_length);
+// An intermediate result, which is compared only by what follows from it.
+[[nodiscard]] OpArray intermediate_array(std::string name, Element cuda, int64_t count);
 [[nodiscard]] OpArray float_array(std::string name, Element cpu, Element cuda, int64_t count,
                                   std::function<void(float*)> values);
 

@@ -19,14 +19,6 @@ namespace {
 // each of K / 16 steps.
 constexpr double kTensorCoreBound = 5e-5;
 
-// An intermediate result, which is compared only by what follows from it.
-OpArray intermediate_array(std::string name, Element cuda, int64_t count) {
-  const Element cpu = is_float(cuda) ? Element::kF32 : cuda;
-  OpArray array = output_array(std::move(name), cpu, cuda, count, 0);
-  array.compare = Compare::kByCase;
-  return array;
-}
-
 // The arrays of a case of expert_gemm.
 struct ExpertProduct {
   ExpertProduct(OpInstance& op, const ExpertGemmSpec& s, const Rows& rows, uint64_t seed)

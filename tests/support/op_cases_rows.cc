@@ -184,6 +184,53 @@ OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
   return op;
 }
 
+OpInstance make_activated_gemm(const ActivatedGemmSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const DType dtype = s.weight.dtype;
+  const Element element = element_of(dtype);
+  const int64_t width = 2 * int64_t{s.intermediate};
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x = op.add(normal_rows("x", element, rows, s.k, s.k, seed, kX));
+  const WeightArrays weight(op, s.weight, static_cast<int32_t>(width), s.k, seed);
+  const Handle bias =
+      s.has_bias ? op.add(normal_constant("bias", Element::kF32, width, seed, kBias)) : kNoArray;
+  const Handle halves = op.add(intermediate_array("gate_and_up", element, rows.max_rows * width));
+  OpArray out = output_array("y", Element::kF32, element, int64_t{rows.max_rows} * s.intermediate,
+                             s.intermediate);
+  out.rms_bound *= 2;  // gates and ups are rounded
+  const Handle y = op.add(std::move(out));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const DType on_device = activation_dtype(ctx, dtype);
+    const ActivatedGemmParams both = {.product = {.num_rows = at.get<int32_t>(num_rows),
+                                                  .max_rows = max_rows,
+                                                  .x = at.raw(x),
+                                                  .x_stride = s.k,
+                                                  .weight = weight.matrix(ctx, at),
+                                                  .bias = at.get<float>(bias),
+                                                  .y = at.raw(halves),
+                                                  .y_stride = width,
+                                                  .x_dtype = on_device,
+                                                  .y_dtype = on_device},
+                                      .activation = {.num_rows = at.get<int32_t>(num_rows),
+                                                     .max_rows = max_rows,
+                                                     .x = at.raw(halves),
+                                                     .y = at.raw(y),
+                                                     .intermediate = s.intermediate,
+                                                     .activation = s.activation,
+                                                     .dtype = on_device,
+                                                     .alpha = 1.702f,
+                                                     .limit = 7.0f}};
+    if (s.activates_alone) {
+      gemm(ctx, both.product);
+      gated_activation(ctx, both.activation);
+    } else {
+      activated_gemm(ctx, both);
+    }
+  });
+  return op;
+}
+
 OpInstance make_per_layer(const PerLayerSpec& s, const Rows& rows, uint64_t seed) {
   constexpr int32_t kVocab = 53;
   OpInstance op;

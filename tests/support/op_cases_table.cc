@@ -93,6 +93,25 @@ void add_gemms(TableBuilder& table) {
   add_groups(8, 1024, 4096, kExactTiles, kB);  // DeepSeek-V4's
 }
 
+void add_activated_gemms(TableBuilder& table) {
+  const auto add = [&](const ActivatedGemmSpec& s, bool is_invariance_case) {
+    table.add("activated_gemm_i" + std::to_string(s.intermediate) + "_k" + std::to_string(s.k) +
+                  weight_suffix(s.weight) + (s.has_bias ? "_bias" : ""),
+              make_activated_gemm, s, is_invariance_case);
+  };
+  constexpr DType kB = DType::kBFloat16;
+  // The last tile is not full, or a few columns remain. Only multiples of 8 without a bias are one
+  // kernel on a GPU.
+  add({8, 64, Activation::kSilu, {kB}}, false);
+  add({33, 72, Activation::kSilu, {kB}}, false);
+  add({600, 136, Activation::kGeluTanh, {kB}}, true);
+  add({1000, 640, Activation::kSwigluOai, {kB}, /*has_bias=*/true}, false);
+  add({1536, 640, Activation::kClampedSilu, {kB}}, true);
+  add({6144, 512, Activation::kSilu, {kB}}, true);
+  add({100, 64, Activation::kSilu, {DType::kFloat32}}, false);
+  add({320, 288, Activation::kSilu, {kB, WeightFormat::kFp8, 128, 128}}, false);
+}
+
 void add_element_ops(TableBuilder& table) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const std::string suffix = dtype_suffix(dtype);
@@ -321,6 +340,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
   static const std::vector<RowWiseCase> cases = [] {
     TableBuilder table;
     add_gemms(table);
+    add_activated_gemms(table);
     add_element_ops(table);
     add_norms(table);
     add_ropes(table);

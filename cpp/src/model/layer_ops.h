@@ -33,21 +33,24 @@ struct Projection {
 };
 
 // y = x W^T (+ bias).
+[[nodiscard]] inline GemmParams gemm_params(const RowCount& rows, const Linear& linear,
+                                            const Projection& p) {
+  const int64_t x_width = int64_t{linear.num_groups} * linear.weight.k;
+  return {.num_rows = rows.num_rows,
+          .max_rows = rows.max_rows,
+          .x = p.x,
+          .x_stride = p.x_stride > 0 ? p.x_stride : x_width,
+          .weight = linear.weight,
+          .bias = linear.bias,
+          .y = p.y,
+          .y_stride = linear.weight.n,
+          .x_dtype = p.x_dtype,
+          .y_dtype = p.y_dtype,
+          .num_groups = linear.num_groups};
+}
 template <class Ctx>
 void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p) {
-  ctx.run(gemm,
-          GemmParams{.num_rows = rows.num_rows,
-                     .max_rows = rows.max_rows,
-                     .x = p.x,
-                     .x_stride =
-                         p.x_stride > 0 ? p.x_stride : int64_t{linear.num_groups} * linear.weight.k,
-                     .weight = linear.weight,
-                     .bias = linear.bias,
-                     .y = p.y,
-                     .y_stride = linear.weight.n,
-                     .x_dtype = p.x_dtype,
-                     .y_dtype = p.y_dtype,
-                     .num_groups = linear.num_groups});
+  ctx.run(gemm, gemm_params(rows, linear, p));
 }
 
 // y = rms_norm(x), with no residual.

@@ -180,4 +180,20 @@ void soft_cap(CpuContext& ctx, const SoftCapParams& p) {
   });
 }
 
+void check_activation(const ActivatedGemmParams& p) {
+  const GatedActivationParams& a = p.activation;
+  PACELINE_CHECK(a.x == p.product.y && a.up == nullptr && !a.is_interleaved &&
+                     a.dtype == p.product.y_dtype && a.num_rows == p.product.num_rows &&
+                     a.max_rows == p.product.max_rows && p.product.num_groups == 1 &&
+                     p.product.weight.n == 2 * a.intermediate &&
+                     p.product.y_stride == p.product.weight.n,
+                 "the activation reads the rows of the product");
+}
+
+void activated_gemm(CpuContext& ctx, const ActivatedGemmParams& p) {
+  check_activation(p);
+  gemm(ctx, p.product);
+  gated_activation(ctx, p.activation);
+}
+
 }  // namespace paceline

@@ -123,6 +123,17 @@ struct GatedActivationParams {
 void gated_activation(CpuContext&, const GatedActivationParams&);
 void gated_activation(CudaContext&, const GatedActivationParams&);
 
+// Both, the second with the y of the first as its x. That y may stay unwritten: a backend may do
+// both at once.
+struct ActivatedGemmParams {
+  GemmParams product;  // of [2 * intermediate, k]
+  GatedActivationParams activation;
+};
+// Throws InternalError where the activation does not read the product.
+void check_activation(const ActivatedGemmParams& p);
+void activated_gemm(CpuContext&, const ActivatedGemmParams&);
+void activated_gemm(CudaContext&, const ActivatedGemmParams&);
+
 // Gemma's per-layer inputs, in place over their projection. Each layer has `size` consecutive
 // elements of a row, which become
 //   scale * (rms_norm(x_scale * x, weight) + table_scale * table[token])
