@@ -39,7 +39,7 @@ template <class... Params, class... Args>
 void launch_clusters(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 grid,
                      dim3 block, dim3 cluster, size_t shared_bytes, Args&&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
@@ -53,6 +53,11 @@ void launch_clusters(CudaContext& ctx, const char* name, void (*kernel)(Params..
   config.stream = ctx.stream;
   config.attrs = attributes;
   config.numAttrs = cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
+  if (ctx.starts_idle) {
+    attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[config.numAttrs++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    ctx.starts_idle = false;
+  }
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
   if (ctx.trace != nullptr) ctx.trace->mark(name);
 }

@@ -424,6 +424,8 @@ bool GemmPlanner::run_library(CudaContext& ctx, const GemmParams& p) {
   const Plan* const plan = plan_of(p);
   if (plan == nullptr) return false;
   plan->run(ctx, plan->algorithm, p.weight.data, p.x, p.y);
+  // What draws from logits needs L1.
+  ctx.starts_idle = p.y_dtype == DType::kBFloat16;
   if (ctx.trace != nullptr) {
     ctx.trace->label_next(concat("cublasLt gemm ", p.weight.n, "x", p.weight.k));
     ctx.trace->mark("cublasLt");

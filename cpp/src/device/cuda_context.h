@@ -22,6 +22,12 @@ struct CudaContext {
   GemmPlanner* gemm = nullptr;
   KernelTrace* trace = nullptr;  // not null while kernels are timed one by one
 
+  // Whether the next kernel starts on an idle machine, behind a product of the library. A
+  // multiprocessor divides its memory between L1 and shared memory only when it is idle. So that
+  // kernel takes the largest share, as the product behind it, which starts while it ends, could
+  // not.
+  bool starts_idle = false;
+
   // Scratch memory of the running op. Kernels of one stream use it one after another. 256 B
   // aligned.
   std::byte* workspace = nullptr;
