@@ -12,7 +12,7 @@ from paceline.replicas import placement
 from paceline.replicas.ledger import MAX_RUNS, Ledger, Run
 from paceline.replicas.messages import EngineEvent, EngineRequest
 from paceline.replicas.prefixes import PrefixRouter, block_keys
-from paceline.replicas.remote import summed
+from paceline.replicas.remote import summed, total_stats
 
 BLOCK = 4
 
@@ -168,6 +168,16 @@ def test_the_blocks_used_least_recently_are_forgotten_from_their_end() -> None:
     chooser.note(0, keys(*range(100, 116)))
     assert chooser.num_known(0, keys(*range(100, 116))) == 4
     assert chooser.num_known(0, keys(*range(16))) == 2
+
+
+def test_choices_of_the_number_of_drafts_are_not_summed() -> None:
+    choice = {"is_adaptive": True, "num_drafts": 1, "expected_acceptance": [0.9]}
+    drafts = [{"num_drafts": 1, "num_iterations": 5}]
+    engines = [
+        {"num_iterations": n, "costs": [{"us": 7.0}] * n, "drafts": drafts, **choice}
+        for n in (1, 2)
+    ]
+    assert total_stats(engines) == {"num_iterations": 3, "is_adaptive": False}
 
 
 def test_statistics_are_summed() -> None:

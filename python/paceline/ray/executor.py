@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline.replicas.ledger import Run, open_samples
 from paceline.replicas.messages import Facts
-from paceline.replicas.remote import RemoteExecutor, summed
+from paceline.replicas.remote import RemoteExecutor, total_stats
 
 _logger = logging.getLogger("paceline")
 
@@ -125,7 +125,7 @@ class RayExecutor(RemoteExecutor):
     def stats(self) -> dict[str, Any]:
         """See `RemoteExecutor`."""
         found = list(self.replica_stats().values()) or [self.facts.stats]
-        return {**summed(found), "uptime_s": time.monotonic() - self._started_at}
+        return {**total_stats(found), "uptime_s": time.monotonic() - self._started_at}
 
     def replica_states(self) -> list[dict[str, Any]]:
         """See `RemoteExecutor`: of the replicas that run requests, or have lately."""

@@ -6,11 +6,14 @@ from __future__ import annotations
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from paceline.replicas.ledger import Ledger, Run
 from paceline.replicas.messages import EngineEvent, EngineRequest, Facts
+
+# Statistics of one engine's choice, which have no sum.
+_OWN_CHOICE: Final = ("is_adaptive", "num_drafts", "drafts", "expected_acceptance", "costs")
 
 
 class RemoteExecutor(ABC):
@@ -126,6 +129,13 @@ class RemoteExecutor(ABC):
     def memory_report(self) -> dict[str, Any]:
         """The memory of one replica."""
         return copy.deepcopy(self.facts.memory_report)
+
+
+def total_stats(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Adds up what `_core.Executor.stats` returns. Each engine chooses its number of drafts for
+    itself, so the sum has no choice."""
+    counts = [{key: one[key] for key in one if key not in _OWN_CHOICE} for one in engines]
+    return {**summed(counts), "is_adaptive": False}
 
 
 def summed(values: Sequence[Any]) -> Any:

@@ -19,7 +19,7 @@ from paceline import lifetime
 from paceline.replicas.ledger import Run, is_untouched, open_samples
 from paceline.replicas.messages import EngineEvent, Facts, unsendable
 from paceline.replicas.prefixes import PrefixRouter, block_keys
-from paceline.replicas.remote import RemoteExecutor, summed
+from paceline.replicas.remote import RemoteExecutor, total_stats
 from paceline.replicas.worker import HEARTBEAT
 
 _logger = logging.getLogger("paceline")
@@ -419,7 +419,7 @@ class ReplicaSet(RemoteExecutor):
         found = list(self.replica_stats().values())
         if not found:
             raise RuntimeError("no replica runs")
-        return {**summed(found), "uptime_s": time.monotonic() - self._started_at}
+        return {**total_stats(found), "uptime_s": time.monotonic() - self._started_at}
 
     def replica_states(self) -> list[dict[str, Any]]:
         """See `RemoteExecutor`."""
