@@ -101,7 +101,7 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
     "speculative_config": {
         "attention_backend": f"{LEAVE_OUT}there is one backend per device",
         "draft_tensor_parallel_size": _ONE_GPU,
-        "enable_adaptive_verification": f"{LEAVE_OUT}'x': {{'adaptive': True}} chooses the number of drafts",
+        "enable_adaptive_verification": "`'x': {'adaptive': True}` chooses the number of drafts",
         "enforce_eager": "`'x': {'draft_driver': 'eager'}` captures no graphs",
         "kv_cache_dtype": _KV_DTYPE,
         "max_model_len": f"{LEAVE_OUT}the drafter uses the target's length",
