@@ -27,14 +27,13 @@ def examine() -> dict[str, Any]:
         A dict of plain JSON types; `["self_check"]["is_ok"]` is the result of the check.
     """
     build = _core.build_info()
-    cuda = dict(_core.cuda_status())
     return {
         "version": _core.version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "build": dict(build),
         "devices": [device for device in usable_devices() if device != "auto"],
-        "cuda": cuda | {"free_bytes": _core.cuda_free_bytes() if cuda["is_usable"] else 0},
+        "cuda": _describe_cuda(),
         "cublaslt": find_cublaslt(),
         "num_cores": build["num_cores"],
         "num_affinity_cores": len(os.sched_getaffinity(0))
@@ -45,6 +44,17 @@ def examine() -> dict[str, Any]:
         "location": os.path.dirname(os.path.abspath(__file__)),
         "self_check": check_self_draft(),
     }
+
+
+def _describe_cuda() -> dict[str, Any]:
+    """The status of the GPU with its free memory; a GPU that is full or broken is not usable."""
+    status = dict(_core.cuda_status()) | {"free_bytes": 0}
+    if status["is_usable"]:
+        try:
+            status["free_bytes"] = _core.cuda_free_bytes()
+        except (RuntimeError, MemoryError) as error:
+            status |= {"is_usable": False, "reason": f"GPU 0 cannot be used: {error}"}
+    return status
 
 
 def describe_hub() -> dict[str, Any] | None:

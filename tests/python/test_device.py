@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline import _core, memory
+from paceline import _core, doctor, memory
 from paceline.device import (
     CUBLASLT_NAME,
     CUBLASLT_VARIABLE,
@@ -47,6 +47,19 @@ def test_auto_is_the_gpu_if_it_is_usable(gpu: dict[str, Any]) -> None:
     gpu["is_usable"] = False
     assert _auto_device() == "cpu"
     assert usable_devices() == ["auto", "cpu"]
+
+
+def test_the_doctor_reports_a_gpu_without_free_memory(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise _core.DeviceError("cudaMemGetInfo: out of memory")
+
+    monkeypatch.setattr(_core, "cuda_free_bytes", refuse)
+    monkeypatch.setattr(doctor, "check_self_draft", dict)
+    cuda = doctor.examine()["cuda"]
+    assert (cuda["is_usable"], cuda["free_bytes"]) == (False, 0)
+    assert cuda["reason"] == "GPU 0 cannot be used: cudaMemGetInfo: out of memory"
 
 
 def test_the_path_of_cublaslt_is_set_before_cuda_is_used(
