@@ -82,6 +82,23 @@ def test_lines_of_figures(
     assert not any(str(PROMPT)[1:-1] in message for message in records())
 
 
+def test_the_line_of_an_engine_that_chooses(
+    target_dir: Path,
+    speculative_config: dict[str, Any],
+    short_interval: Callable[[float], None],
+    records: Callable[[], list[str]],
+) -> None:
+    short_interval(0.02)
+    config = speculative_config | {"x": {"adaptive": True}}
+    with LLM(target_dir, speculative_config=config, max_num_seqs=2) as llm:
+        llm.generate([PROMPT, PROMPT, PROMPT], LONG)
+        wait_for(lambda: any("Drafts" in message for message in records()))
+    line = next(message for message in records() if "Drafts" in message)
+    of = r"[0-9.]+% of the time, [0-9.]+ tokens in ([0-9.]+ ms|unknown time)"
+    choice = rf"\. Drafts: [0-4] now \(0: {of}; 1: {of}; 2: {of}; 4: {of}\)"
+    assert re.search(choice, line), line
+
+
 def test_lines_can_be_disabled(
     target_dir: Path, short_interval: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
