@@ -117,10 +117,9 @@ class SpeculativeConfig:
             tokens. The output distribution is exact for any number. The engine keeps 8 bytes for
             each, times k and `max_num_seqs`.
         adaptive: Under "x". True: each iteration chooses how many tokens are drafted, from 0 to
-            `num_speculative_tokens`, by measured times and acceptance, so that speculation is
-            hardly ever slower than plain decoding. False: always `num_speculative_tokens`. None =
-            False. With "standard" and "block" seeded output then depends on times. The method
-            "custom" must not have it.
+            `num_speculative_tokens`, by measured times and acceptance. False: always
+            `num_speculative_tokens`. None = False. With True, "standard" and "block" have seeded
+            output that depends on times, and the method "custom" is refused.
     """
 
     method: str | None = None
