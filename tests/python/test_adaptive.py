@@ -11,12 +11,12 @@ from paceline import LLM, SamplingParams
 from paceline.demo import find_demo
 
 PROMPT = list(range(5, 45))
-# Runs of a request until the choice is the best one; other work on the machine may delay it.
+# Runs of a request until the choice is a good one; other work on the machine may delay it.
 RUNS = 20
 
 
-@pytest.mark.parametrize(("length", "best"), [(1.0, 0), (5.0, 4)])
-def test_the_choice_follows_acceptance(length: float, best: int) -> None:
+@pytest.mark.parametrize(("length", "good"), [(1.0, {0}), (5.0, {2, 4})])
+def test_the_choice_follows_acceptance(length: float, good: set[int]) -> None:
     """Either no draft is accepted, or all are, by a target that is much larger than the drafter."""
     demo = find_demo("draft_model")
     config = demo.speculative_config(4) | {
@@ -26,17 +26,21 @@ def test_the_choice_follows_acceptance(length: float, best: int) -> None:
     }
     params = SamplingParams(max_tokens=800, ignore_eos=True, seed=1)
     choice: dict[str, Any] = {}
+    share = 0.0
     with LLM(demo.target, speculative_config=config, max_num_seqs=2, device="cpu") as llm:
         for _ in range(RUNS):
             llm.generate(PROMPT, params)
             choice = llm.stats()["speculative_decoding"]["adaptive"]
             iterations = {of["num_drafts"]: of["num_iterations"] for of in choice["by_num_drafts"]}
-            if choice["num_drafts"] == best and iterations[best] > 0.5 * sum(iterations.values()):
+            share = sum(iterations[k] for k in good) / sum(iterations.values())
+            if choice["num_drafts"] in good and share > 0.5:
                 break
-    assert choice["num_drafts"] == best
+    assert choice["num_drafts"] in good
+    assert share > 0.5
     assert list(iterations) == [0, 1, 2, 4]
-    assert iterations[best] > 0.5 * sum(iterations.values())
-    assert all((share < 0.5) == (length == 1) for share in choice["acceptance"][:1])
-    of_best = next(of for of in choice["by_num_drafts"] if of["num_drafts"] == best)
-    assert of_best["expected_ms"] > 0
-    assert of_best["expected_tokens"] == pytest.approx(length, rel=0.3)
+    assert (choice["acceptance"][0] < 0.5) == (length == 1)
+    chosen = next(of for of in choice["by_num_drafts"] if of["num_drafts"] == choice["num_drafts"])
+    assert chosen["expected_ms"] > 0
+    assert chosen["expected_tokens"] == pytest.approx(
+        min(length, 1 + chosen["num_drafts"]), rel=0.3
+    )
