@@ -152,9 +152,11 @@ def test_all_rows_may_choose_the_same_experts(tmp_path: Path) -> None:
 def test_float32_logits_equal_transformers(quantization: str | None) -> None:
     path = mixture(quantization, dtype="float32")
     prompt = scoring_prompt(1)
-    # In float32 transformers is off by 1.5e-4 of the largest logit here, and the tolerance is 2e-4.
+    # Float32 itself is off by more here than the tolerance of other models: transformers' logits by
+    # 1.5e-4 to 2.6e-4 of the largest one, as the machine sums.
     exact = tiny_models.reference_logits(path, prompt, dtype="float64")
-    check_float32_logits(path, prompt, exact)
+    theirs = tiny_models.reference_logits(path, prompt)
+    check_float32_logits(path, prompt, exact, least_tolerance=1.25 * np.abs(theirs - exact).max())
 
 
 @pytest.mark.golden
