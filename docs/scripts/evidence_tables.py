@@ -138,6 +138,20 @@ def pairs() -> str:
     return table((*head, "acceptance length", "iteration, ms", "share of the floor"), lines)
 
 
+def first_token() -> str:
+    """Times to the first token of one prompt, with the share of the floor."""
+    cells: dict[int, list[str]] = {}
+    for row in rows_of("first-token"):
+        share = f"{row['prompt_floor_ms'] / row['prompts_ms']:.0%}".replace("%", " %")
+        cells.setdefault(row["workload"]["input_len"], []).extend(
+            (f"{row['prompts_ms']:,.0f}", f"{row['prompt_floor_ms']:,.0f}", share)
+        )
+    head = ["prompt tokens"]
+    for words in ("plain", "EAGLE-3"):
+        head += [f"{words}, ms", "floor, ms", "share"]
+    return table(head, [(f"{count:,}", *line) for count, line in cells.items()])
+
+
 def drivers() -> str:
     """Milliseconds per iteration of the Gemma pair by draft driver."""
     cells: dict[str, list[str]] = {}

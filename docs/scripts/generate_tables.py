@@ -378,6 +378,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "draft-lengths": draft_lengths,
     "drafters": drafters,
     "h200-drivers": evidence_tables.drivers,
+    "h200-first-token": evidence_tables.first_token,
     "h200-kernels": evidence_tables.kernel_times,
     "h200-latency": evidence_tables.latency,
     "h200-pairs": evidence_tables.pairs,
