@@ -74,9 +74,11 @@ def environment() -> dict[str, str]:
     env["PACELINE_REQUIRE_GPU"] = "1"
     paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    # Not for longer than the import: processes that this one starts may get its path.
     sys.path.insert(0, str(ROOT / "python"))
     from paceline.device import find_cublaslt
 
+    sys.path.remove(str(ROOT / "python"))
     path = find_cublaslt()
     if path:
         env["LD_LIBRARY_PATH"] = f"{path}:{env.get('LD_LIBRARY_PATH', '')}"
