@@ -73,6 +73,7 @@ __device__ __forceinline__ void multiply_matrix(const WideRing<Shape>& ring, int
   const auto end_products = [&](float (&to)[kTokens / 2], int32_t stage) {
     wgmma_wait<0>();
     pin(to);
+    __syncwarp();  // the arrival of one lane hands back what all lanes have read
     if (threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[stage]);
   };
   const auto read_first = [&] {
