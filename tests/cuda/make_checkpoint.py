@@ -4,8 +4,8 @@
     make_checkpoint.py gpt-oss-20b FOLDER
 
 Weights without scales are bfloat16, normal with standard deviation 0.02. Elements of fp8 and mxfp4
-are random bits, with scales that give a similar spread. Shards have about 4 GB. Needs torch, and
-takes minutes without a GPU.
+are random bits, with scales that give a similar spread. Shards have about 4 GB, and several are
+written at the same time. Needs torch, and takes minutes without a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from paceline.loader.family import TensorSpec
 from paceline.loader.hf_config import parse_hf_config
 
 SHARD_BYTES = 4 << 30
+#: Shards written at the same time: most of the time is copying, to the host and to files.
+WRITERS = 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,7 +40,7 @@ def size_of(tensor: TensorSpec) -> int:
     return torch.Size(tensor.shape).numel() * (2 if dtype_of(tensor) == "BF16" else 1)
 
 
-def random_bytes(tensor: TensorSpec) -> bytes:
+def random_bytes(tensor: TensorSpec) -> memoryview:
     """Values for the file, of mean 0 and a standard deviation of about 0.02."""
     is_scale = tensor.name.endswith(".scales")
     if dtype_of(tensor) == "U8":
@@ -50,7 +53,25 @@ def random_bytes(tensor: TensorSpec) -> bytes:
     else:
         values = torch.randn(tensor.shape, device=DEVICE, dtype=torch.bfloat16)
         values = values.abs() * 1e-4 + 1e-4 if is_scale else values * 0.02
-    return values.view(torch.uint8).cpu().numpy().tobytes()
+    return memoryview(values.view(torch.uint8).cpu().numpy())
+
+
+def write_shard(path: Path, shard: list[tuple[str, TensorSpec]]) -> None:
+    """Writes tensors, under the names that come with them, to a safetensors file."""
+    header = {}
+    end = 0
+    for key, tensor in shard:
+        begin, end = end, end + size_of(tensor)
+        header[key] = {
+            "dtype": dtype_of(tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    with open(path, "wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in shard:
+            out.write(random_bytes(tensor))
 
 
 def main(name: str, folder: Path) -> None:
@@ -74,24 +95,10 @@ def main(name: str, folder: Path) -> None:
             shards.append([])
             size = 0
         shards[-1].append((prefix + tensor.source, tensor))
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header = {}
-        end = 0
-        for key, tensor in shard:
-            begin, end = end, end + size_of(tensor)
-            header[key] = {
-                "dtype": dtype_of(tensor),
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-            weight_map[key] = file
-        text = json.dumps(header).encode()
-        with open(folder / file, "wb") as out:
-            out.write(struct.pack("<Q", len(text)) + text)
-            for _, tensor in shard:
-                out.write(random_bytes(tensor))
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(write_shard, [folder / file for file in files], shards))
+    weight_map = {key: file for file, shard in zip(files, shards, strict=True) for key, _ in shard}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
