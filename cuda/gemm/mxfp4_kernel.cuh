@@ -330,15 +330,24 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const uint32_t tokens_at = shared_address(storage);
   const bool is_mixture = args.rows.expert_begin != nullptr;
-  let_successor_start();
+  // As in expert_kernel.cuh: what follows a mixture's blocks starts when they have waited for
+  // expert_begin, so that a product behind them may read it before its own predecessor has ended.
+  const bool is_early = !is_mixture || args.follows_product;
+  if (is_early) let_successor_start();
   ExpertTile tile = {.expert = 0,
                      .column_tile = column_tile_of(args.rows, Shape::kTokens),
                      .first_row = 0,
                      .num_rows = 0};
   if (is_mixture) {
-    wait_for_predecessor();
-    tile = find_tile(args.rows, Shape::kTokens);
-    if (tile.num_rows == 0) return;
+    if (!is_early) {
+      wait_for_predecessor();
+      let_successor_start();
+    }
+    tile = find_tile</*kIsEarly=*/true>(args.rows, Shape::kTokens);
+    if (tile.num_rows == 0) {
+      wait_for_predecessor();
+      return;
+    }
   }
   const int32_t first_row = tile.column_tile * Shape::kRows + warp * Shape::kWarpRows;
   const uint32_t slots_at =
@@ -352,8 +361,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   };
   request_first();
+  if (is_early) wait_for_predecessor();
   if (!is_mixture) {
-    wait_for_predecessor();
     tile = find_tile(args.rows, Shape::kTokens);
     if (tile.num_rows == 0) {
       cp_async_wait<0>();

@@ -39,6 +39,7 @@ struct PackedArgs {
   // of x.
   int32_t group_rows;
   int32_t num_stages;      // of the ring of wide_kernel.cuh
+  bool follows_product;    // as in ExpertGemmParams
   uint64_t weight_policy;  // of L2
   GatedEnd end;
 

@@ -54,6 +54,7 @@ inline PackedArgs packed_args(const ExpertGemmParams& p, const ProductCall& call
           .k = w.k,
           .group_rows = p.num_groups > 1 ? w.n / p.num_groups : 0,
           .num_stages = num_stages,
+          .follows_product = p.follows_product,
           .weight_policy = rows_to_expect(p) > tokens ? kEvictNormal : kEvictFirst,
           .end = gated_end(call)};
 }
@@ -164,17 +165,18 @@ void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductC
   }
   if constexpr (format == WeightFormat::kMxfp4) {
     if (!is_narrow) return launch_mxfp4<Mxfp4Shape<2, 2, 4, 4>>(ctx, p, call);
-    // Where few warps share a multiprocessor, more of them with 16 rows each are faster.
     if (row_tiles >= 64 || rows_to_expect(p) >= 4) {
       return launch_mxfp4<Mxfp4Shape<2, 1, 4, 5>>(ctx, p, call);
     }
-  } else if (!is_narrow) {
-    return launch_narrow<NarrowShape<format, 2, 4>, kHasTileSums>(ctx, p, call);
+    // Where few warps share a multiprocessor, more of them with 16 rows each are faster.
+    launch_mxfp4<Mxfp4Shape<1, 1, 2, 8>>(ctx, p, call);
+  } else {
+    if (!is_narrow) return launch_narrow<NarrowShape<format, 2, 4>, kHasTileSums>(ctx, p, call);
+    if (row_tiles < 16) {
+      return launch_narrow<NarrowShape<format, 1, 2>, kHasTileSums>(ctx, p, call);
+    }
+    launch_narrow<NarrowShape<format, 1, 4>, kHasTileSums>(ctx, p, call);
   }
-  if (row_tiles < 16) {
-    return launch_narrow<NarrowShape<format, 1, 2>, kHasTileSums>(ctx, p, call);
-  }
-  launch_narrow<NarrowShape<format, 1, 4>, kHasTileSums>(ctx, p, call);
 }
 
 // Launches a product of packed weights.

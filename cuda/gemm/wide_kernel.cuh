@@ -251,16 +251,24 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     barrier_init_fence();
   }
   __syncthreads();
-  let_successor_start();
+  // As in expert_kernel.cuh.
+  const bool is_early = !is_mixture || args.follows_product;
+  if (is_early) let_successor_start();
 
   ExpertTile tile = {.expert = 0,
                      .column_tile = column_tile_of(args.rows, Shape::kTokens),
                      .first_row = 0,
                      .num_rows = 0};
   if (is_mixture) {
-    wait_for_predecessor();
-    tile = find_tile(args.rows, Shape::kTokens);
-    if (tile.num_rows == 0) return;
+    if (!is_early) {
+      wait_for_predecessor();
+      let_successor_start();
+    }
+    tile = find_tile</*kIsEarly=*/true>(args.rows, Shape::kTokens);
+    if (tile.num_rows == 0) {
+      wait_for_predecessor();
+      return;
+    }
   }
   if (thread >= Shape::kConsumers) {
     if constexpr (Shape::kMovesRegisters) give_registers<88>();
@@ -270,21 +278,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       if (producer < 32 * (Shape::kTokenWarps + 1)) {
         produce_weights<Shape>(ring, args, tile, num_blocks);
       }
-      if (!is_mixture) wait_for_predecessor();
+      if (is_early) wait_for_predecessor();
       return;
     }
-    if (!is_mixture) {
-      wait_for_predecessor();
-      tile = find_tile(args.rows, Shape::kTokens);
-    }
+    if (is_early) wait_for_predecessor();
+    if (!is_mixture) tile = find_tile(args.rows, Shape::kTokens);
     produce_tokens<Shape>(ring, args, tile, producer, num_blocks);
     return;
   }
   if constexpr (Shape::kMovesRegisters) take_registers<208>();
-  if (!is_mixture) {
-    wait_for_predecessor();
-    tile = find_tile(args.rows, Shape::kTokens);
-  }
+  if (is_early) wait_for_predecessor();
+  if (!is_mixture) tile = find_tile(args.rows, Shape::kTokens);
   if constexpr (Shape::kTokens >= 64) {
     // The last rows of an expert often fill less than half of a tile.
     if (tile.num_rows <= Shape::kTokens / 2) {

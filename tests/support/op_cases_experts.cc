@@ -229,7 +229,7 @@ OpInstance make_mixture(const MixtureSpec& s, const Rows& rows, uint64_t seed) {
                                       .y_stride = s.hidden,
                                       .x_dtype = on_device,
                                       .y_dtype = on_device,
-                                      .follows_product = s.weight.format == WeightFormat::kPlain});
+                                      .follows_product = s.weight.format != WeightFormat::kFp8});
     combine_experts(ctx, CombineExpertsParams{.num_rows = at.get<int32_t>(num_rows),
                                               .max_rows = max_rows,
                                               .top_k = s.top_k,

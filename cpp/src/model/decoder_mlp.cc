@@ -132,7 +132,7 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                                 .is_interleaved = m.is_interleaved}});
   ExpertGemmParams down =
       product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
-  down.follows_product = w.gate_up.weight.first.format == WeightFormat::kPlain;
+  down.follows_product = w.gate_up.weight.first.format != WeightFormat::kFp8;
   ctx.run(expert_gemm, down);
   return {.num_rows = rows.num_rows,
           .max_rows = rows.capacity,
