@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
     )
-    parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K")
+    parser.add_argument(
+        "--num-speculative-tokens", default="3", metavar="K,...", help="one k or several"
+    )
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     texts = [entry["text"] for entry in json.loads(arguments.prompts.read_text())]
@@ -80,10 +82,8 @@ def main() -> None:
         if demo.target not in plain:
             with LLM(demo.target, device=arguments.device) as llm:
                 plain[demo.target], _ = tokens_per_second(llm, texts)
-        line = row(
-            demo, arguments.num_speculative_tokens, texts, arguments.device, plain[demo.target]
-        )
-        print(line, flush=True)
+        for k in arguments.num_speculative_tokens.split(","):
+            print(row(demo, int(k), texts, arguments.device, plain[demo.target]), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from corpus import VOCAB_SIZE
+from draft_layers import RmsNorm, rope, rotation
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -37,20 +38,6 @@ class DraftHeadConfig:
     theta: float = 10_000.0
     eps: float = 1e-6
     max_position: int = 1024
-
-
-class RmsNorm(nn.Module):
-    """RMSNorm with a weight, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
-        x = x.float()
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
 @dataclass
@@ -139,13 +126,13 @@ class DraftHead(nn.Module):
     def _attention(self, inputs: Tensor, step: int, keys: DraftKeys) -> Tensor:
         c = self.config
         batch, length, _ = inputs.shape
-        positions = torch.arange(length, device=inputs.device) + step
+        by = rotation(torch.arange(length, device=inputs.device) + step, c.head_dim, c.theta)
 
         def split(x: Tensor, heads: int) -> Tensor:
             return x.view(batch, length, heads, c.head_dim).transpose(1, 2)
 
-        q = self._rope(split(self.q_proj(inputs), c.heads), positions)
-        k = self._rope(split(self.k_proj(inputs), c.kv_heads), positions)
+        q = rope(split(self.q_proj(inputs), c.heads), by)
+        k = rope(split(self.k_proj(inputs), c.kv_heads), by)
         v = split(self.v_proj(inputs), c.kv_heads)
         if keys.first is None:
             keys.first, keys.later = (k, v), []
@@ -170,14 +157,6 @@ class DraftHead(nn.Module):
             output = output + column.to(v.dtype) * widened(value)
         merged: Tensor = self.o_proj(output.transpose(1, 2).reshape(batch, length, -1))
         return merged
-
-    def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        half = self.config.head_dim // 2
-        exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
-        angles = positions.float().unsqueeze(1) * self.config.theta**-exponents
-        cos, sin = angles.cos(), angles.sin()
-        a, b = x.float().chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 _LAYER = {

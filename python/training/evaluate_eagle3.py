@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -53,7 +53,9 @@ def simulate(target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: i
     return Run(continuations, emitted, decoded)
 
 
-def drafter_arguments(doc: str, *, target: str, drafter: str) -> argparse.ArgumentParser:
+def drafter_arguments(
+    doc: str, *, target: str, drafter: str, num_drafts: int = NUM_DRAFTS
+) -> argparse.ArgumentParser:
     """The options that the evaluations of drafters share; target and drafter are demo folders."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     demo = REPOSITORY / "python/paceline/demo"
@@ -62,25 +64,31 @@ def drafter_arguments(doc: str, *, target: str, drafter: str) -> argparse.Argume
     parser.add_argument(
         "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
     )
-    parser.add_argument("--num-speculative-tokens", type=int, default=NUM_DRAFTS, metavar="K")
+    parser.add_argument("--num-speculative-tokens", type=int, default=num_drafts, metavar="K")
     parser.add_argument("--engine", choices=("paceline", "torch"), default="paceline")
     return parser
 
 
-def main() -> None:
-    """Prints the measures; exits with 1 if the bar is missed."""
-    parser = drafter_arguments(__doc__, target="gemma3_code", drafter="gemma3_code_eagle3")
-    arguments = parser.parse_args()
+def evaluate(
+    arguments: argparse.Namespace, simulate_with: Callable[..., Run], acceptance_bar: float
+) -> None:
+    """Prints the measures of a drafter; exits with 1 if the bar is missed."""
     texts = [row["text"] for row in json.loads(arguments.prompts.read_text())]
-    run_with = run_engine if arguments.engine == "paceline" else simulate
+    run_with = run_engine if arguments.engine == "paceline" else simulate_with
     run = run_with(
         arguments.target, arguments.drafter, texts, num_drafts=arguments.num_speculative_tokens
     )
     report = acceptance(run.continuations, run.emitted)
-    print(f"mean acceptance length {report.mean_acceptance_length:.3f} (bar {ACCEPTANCE_BAR})")
+    print(f"mean acceptance length {report.mean_acceptance_length:.3f} (bar {acceptance_bar})")
     print(f"counted tokens {report.counted_share:.3f}")
-    if report.mean_acceptance_length < ACCEPTANCE_BAR:
+    if report.mean_acceptance_length < acceptance_bar:
         sys.exit("the bar is missed")
+
+
+def main() -> None:
+    """Evaluates the draft head; exits with 1 if the bar is missed."""
+    parser = drafter_arguments(__doc__, target="gemma3_code", drafter="gemma3_code_eagle3")
+    evaluate(parser.parse_args(), simulate, ACCEPTANCE_BAR)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,45 +36,113 @@ class Clock:
         return None if self.seconds is None else self.began + part * self.seconds
 
 
+class _Step:
+    """A training step: both passes and the optimizer."""
+
+    def __init__(
+        self, model: nn.Module, loss_of: Callable[..., Tensor], rate: float, weight_decay: float
+    ) -> None:
+        self.model = model
+        self.loss_of = loss_of
+        self.optimizer = _optimizer(model, rate, weight_decay)
+        self.device = next(model.parameters()).device
+
+    def set_rate(self, rate: float) -> None:
+        """Sets the learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def run(self, *inputs: Tensor | int) -> Tensor:
+        """Runs the step; returns the loss."""
+        with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda"):
+            loss = self.loss_of(*inputs)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+class _GraphStep(_Step):
+    """A training step that a GPU runs as one CUDA graph, on copies of its inputs.
+
+    Small models train several times as fast this way: the host no longer launches their kernels.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: Callable[..., Tensor],
+        weight_decay: float,
+        inputs: Sequence[Tensor],
+    ) -> None:
+        super().__init__(model, loss_of, 0.0, weight_decay)
+        for group in self.optimizer.param_groups:
+            group["lr"] = torch.zeros((), device=self.device)
+            group["capturable"] = True
+        self.inputs = [value.clone() for value in inputs]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # at rate 0; allocates what a capture must not
+                super().run(*self.inputs)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.loss = super().run(*self.inputs)
+
+    def set_rate(self, rate: float) -> None:
+        """Sets the learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(rate)
+
+    def run(self, *inputs: Tensor | int) -> Tensor:
+        """Runs the step; returns the loss."""
+        for mine, value in zip(self.inputs, inputs, strict=True):
+            assert isinstance(value, Tensor)
+            mine.copy_(value)
+        self.graph.replay()
+        return self.loss
+
+
 def fit(
     label: str,
     model: nn.Module,
-    loss_of: Callable[[int], Tensor],
+    loss_of: Callable[..., Tensor],
     *,
     rate: float,
     weight_decay: float,
     steps: int,
     until: float | None = None,
     note: Callable[[], str] | None = None,
+    draw: Callable[[], Sequence[Tensor]] | None = None,
 ) -> None:
     """Trains with AdamW, a short warm-up and a linear decay of the learning rate to zero.
 
     Args:
         label: Prefix of the progress lines.
         model: The model to train; it is in evaluation mode afterwards.
-        loss_of: Computes the loss of a training step.
+        loss_of: Computes the loss of a training step, from its number or from what `draw` returns.
         rate: The highest learning rate.
         weight_decay: Weight decay of the matrices; vectors have none.
         steps: Number of training steps.
         until: If given, training runs until this moment instead, and the learning rate decays with
             the time. The first training step, which may compile, does not count.
         note: Returns further text for the progress lines.
+        draw: Returns tensors of fixed shapes. Then a GPU runs training steps as a CUDA graph, so
+            `loss_of` must neither wait for the device nor draw random numbers.
     """
     model.train()
-    optimizer = _optimizer(model, rate, weight_decay)
-    device = next(model.parameters()).device
+    if draw is not None and next(model.parameters()).is_cuda:
+        stepping: _Step = _GraphStep(model, loss_of, weight_decay, draw())
+    else:
+        stepping = _Step(model, loss_of, rate, weight_decay)
     warm_up = min(200, max(1, steps // 10))
     began = time.monotonic()
     step, reported, progress = 0, 0, 0.0
     while progress < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min((step + 1) / warm_up, 1 - progress)
-        with torch.autocast(device.type, torch.bfloat16, device.type == "cuda"):
-            loss = loss_of(step)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        stepping.set_rate(rate * min((step + 1) / warm_up, 1 - progress))
+        loss = stepping.run(*((step,) if draw is None else draw()))
         step += 1
         if until is None:
             progress = step / steps

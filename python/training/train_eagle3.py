@@ -9,32 +9,23 @@ does in inference.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from corpus import VOCAB_SIZE, token_stream
-from demo_models import load_checkpoint
+from corpus import VOCAB_SIZE
+from drafters import DrafterPlan, Material, drafter_options
 from eagle3_model import AUX_LAYERS, DraftHead, DraftHeadConfig, DraftKeys, save_head
 from fitting import Clock, draft_loss, fit
-from generation import greedy
-from options import DEMO, add_minutes, corpus_from, options_for, plan_from
-from texts import Texts, Windows, continuations, many_continuations
-from tokenizers import Tokenizer
+from options import plan_from
+from texts import Texts
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import Gemma3ForCausalLM
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(DrafterPlan):
     """All numbers of the training; each is a command-line option."""
-
-    seed: int = 0
-    steps: int = 6000
-    rate: float = 2e-3
-    weight_decay: float = 0.05
 
     draft_steps: int = 3  # tokens drafted in a row
     draft_decay: float = 0.8  # weight of a draft's loss relative to that of the previous draft
@@ -42,16 +33,6 @@ class Plan:
 
     draft_vocab: int = 3072
     intermediate: int = 640
-
-    shortest_prompt: int = 32  # tokens of the training files before a continuation
-    longest_prompt: int = 320
-    rounds: int = 20  # batches of continuations
-    prompts: int = 4096  # continuations in each batch
-    new_tokens: int = 96  # length of a continuation
-    texts_until: float = 0.3  # share of a limited time after which no batch starts
-
-    batch: int = 64  # continuations per training step
-    windows: int = 16  # windows of the training files per training step
 
 
 def choose_vocabulary(texts: Texts, stream: Tensor, size: int) -> Tensor:
@@ -134,17 +115,13 @@ class Trainer:
             self.agreement.append(agreement)
         return total
 
-    def fit(self, own: Texts, windows: Windows, until: float | None) -> None:
+    def fit(self, material: Material, until: float | None) -> None:
         """Trains the draft head on continuations and on fewer windows of the training files."""
         plan = self.plan
-        length = own.ids.shape[1]
+        draw = material.batches(plan)
 
         def loss(_step: int) -> Tensor:
-            rows = torch.randint(len(own.ids), (plan.batch,), generator=windows.random)
-            parts = [own.select(rows.to(own.ids.device))]
-            if plan.windows:
-                parts.append(windows.texts(plan.windows, length, own.count, plan.shortest_prompt))
-            return self.loss(Texts.join(parts))
+            return self.loss(draw())
 
         def note() -> str:
             shares = " ".join(f"{share.item():.3f}" for share in self.agreement)
@@ -162,40 +139,14 @@ class Trainer:
         )
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = options_for(__doc__, Plan)
-    parser.add_argument("--target", type=Path, default=DEMO / "gemma3_code")
-    parser.add_argument("--out", type=Path, default=DEMO / "gemma3_code_eagle3")
-    add_minutes(parser)
-    return parser.parse_args()
-
-
 def main() -> None:
     """Trains and saves the draft head."""
-    arguments = parse_arguments()
+    arguments = drafter_options(__doc__, Plan, "gemma3_code_eagle3")
     clock = Clock.start(arguments.minutes)
     plan = plan_from(arguments, Plan)
-    corpus = corpus_from(arguments)
-    device = torch.device(arguments.device)
-    tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
-    torch.manual_seed(plan.seed)
-    torch.set_float32_matmul_precision("high")
-    windows = Windows(token_stream(tokenizer, corpus.train), device, plan.seed)
-    target = load_checkpoint(arguments.target, device)
-    own = many_continuations(
-        lambda: continuations(
-            lambda prompts, new_tokens: greedy(target, prompts, new_tokens),
-            windows,
-            rows=plan.prompts,
-            shortest_prompt=plan.shortest_prompt,
-            longest_prompt=plan.longest_prompt,
-            new_tokens=plan.new_tokens,
-        ),
-        plan.rounds,
-        clock.at(plan.texts_until),
-    )
-    ids = choose_vocabulary(own, windows.stream, plan.draft_vocab)
+    material = Material.of(arguments, plan, clock)
+    target = material.target
+    ids = choose_vocabulary(material.own, material.windows.stream, plan.draft_vocab)
     hidden = target.config.hidden_size
     config = DraftHeadConfig(
         target_hidden=hidden,
@@ -204,8 +155,8 @@ def main() -> None:
         draft_vocab=plan.draft_vocab,
         max_position=target.config.max_position_embeddings,
     )
-    head = DraftHead(config, ids).to(device)
-    Trainer(plan, target, head).fit(own, windows, clock.at(1.0))
+    head = DraftHead(config, ids).to(target.device)
+    Trainer(plan, target, head).fit(material, clock.at(1.0))
     nbytes = save_head(head, arguments.out)
     print(f"wrote {arguments.out}: {nbytes} bytes of tensors", flush=True)
 
