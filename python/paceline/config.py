@@ -110,7 +110,7 @@ class EngineConfig:
         max_num_batched_tokens: Maximum rows of one iteration; None = 2,048, or more if the verify
             windows of max_num_seqs sequences need more.
         prefill_chunk_size: Maximum prompt tokens of one request in one iteration; None = limited
-            only by max_num_batched_tokens.
+            by max_num_batched_tokens and, while other requests decode, by measured times.
         kv_cache_bytes: Bytes of the KV pool, all groups together; None = see `LLM`.
         gpu_memory_utilization: Instead of kv_cache_bytes, on CUDA: the fraction of the GPU's memory
             that the engine may use in all.

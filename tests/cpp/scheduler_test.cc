@@ -218,6 +218,44 @@ TEST(Scheduler, TheBudgetIsRowsOfAllSequences) {
   EXPECT_EQ(host.plan.sequences[1].num_rows, 4);
 }
 
+TEST(Scheduler, PromptRowsAreLimitedWhileOthersDecode) {
+  SchedulerOptions options = {.max_num_seqs = 4,
+                              .max_num_batched_tokens = 64,
+                              .prefill_chunk_size = 64,
+                              .max_score_rows = 8,
+                              .num_draft_tokens = 3,
+                              .max_in_flight = 2};
+  const auto prompt_rows = [&](int32_t most, bool decodes) {
+    Host host(1024, options);
+    if (decodes) {
+      host.add(4, 20);
+      EXPECT_TRUE(host.plan_next());
+      host.read();
+    }
+    host.add(40, 5);
+    host.add(40, 5);
+    host.plan.max_prompt_rows = most;
+    EXPECT_TRUE(host.plan_next());
+    int32_t rows = 0;
+    for (const PlannedSequence& launch : host.plan.sequences) {
+      rows += launch.kind == RowKind::kDecode ? 0 : launch.num_rows;
+    }
+    return rows;
+  };
+  EXPECT_EQ(prompt_rows(20, true), 20);
+  EXPECT_EQ(prompt_rows(50, true), 50);  // of both prompts
+  EXPECT_EQ(prompt_rows(20, false), 64);
+  EXPECT_EQ(prompt_rows(INT32_MAX, true), 60);
+  EXPECT_EQ(prompt_rows(1000, true), 60);
+  // With the window of four rows, the nearest multiple, unless that has less than half.
+  options.row_step = 16;
+  EXPECT_EQ(prompt_rows(20, true), 28);
+  EXPECT_EQ(prompt_rows(16, true), 12);
+  EXPECT_EQ(prompt_rows(1, true), 12);
+  options.row_step = 256;
+  EXPECT_EQ(prompt_rows(20, true), 60);
+}
+
 TEST(Scheduler, DoesNotLaunchWhatMustHaveFinished) {
   Host host(1024);
   Sequence& sequence = host.add(4, 2);

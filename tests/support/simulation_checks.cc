@@ -33,8 +33,13 @@ bool is_admitted(const SimulatedSequence& live) {
 
 SimulationChecks::SimulationChecks(const SchedulerOptions& options, const SlabPool& pool,
                                    const Scheduler& scheduler, const Sequences& live,
-                                   SimulationReport& report)
-    : options_(options), pool_(pool), scheduler_(scheduler), live_(live), report_(report) {
+                                   SimulationReport& report, int32_t least_prompt_rows)
+    : options_(options),
+      least_prompt_rows_(least_prompt_rows),
+      pool_(pool),
+      scheduler_(scheduler),
+      live_(live),
+      report_(report) {
   const KvLayout& layout = pool.layout();
   for (const KvGroup& group : layout.groups) {
     holders_.emplace_back(static_cast<size_t>(layout.pool_bytes / group.block_bytes));
@@ -73,11 +78,14 @@ void SimulationChecks::check_plan(const IterationPlan& plan) {
 
   int32_t prefill_left = options_.max_num_batched_tokens;
   int32_t score_left = options_.max_score_rows;
+  bool decodes = false;
   for (const auto& live : live_) {
     if (live->phase_before == Sequence::Phase::kDecode) {
       prefill_left -= live->sequence.max_drafts + 1;
+      decodes = true;
     }
   }
+  if (decodes) prefill_left = std::min(prefill_left, plan.max_prompt_rows);
   bool lacks_blocks = false;
   const SimulatedSequence* oldest_preempted = nullptr;
   const SimulatedSequence* oldest_blocked = nullptr;
@@ -134,11 +142,15 @@ void SimulationChecks::check_plan(const IterationPlan& plan) {
 
 void SimulationChecks::check_limits(const IterationPlan& plan) const {
   int32_t num_rows = 0;
+  int32_t num_prompt_rows = 0;
+  bool decodes = false;
   int32_t num_score_rows = 0;
   int32_t num_adopted = 0;
   std::vector<bool> is_taken(static_cast<size_t>(options_.max_num_seqs));
   for (const PlannedSequence& launch : plan.sequences) {
     num_rows += launch.num_rows;
+    decodes |= launch.kind == RowKind::kDecode;
+    if (launch.kind != RowKind::kDecode) num_prompt_rows += launch.num_rows;
     num_adopted += launch.num_adopted;
     const bool is_score = launch.kind == RowKind::kScore;
     num_score_rows += is_score ? launch.num_rows : launch.num_prompt_rows;
@@ -150,6 +162,8 @@ void SimulationChecks::check_limits(const IterationPlan& plan) const {
     is_taken[slot] = true;
   }
   require(num_rows <= options_.max_num_batched_tokens, "a plan has ", num_rows, " rows");
+  require(!decodes || num_prompt_rows <= plan.max_prompt_rows,
+          "a plan with decoding sequences has ", num_prompt_rows, " prompt rows");
   require(num_adopted <= options_.max_adopted_tokens, "a plan adopts ", num_adopted, " tokens");
   require(num_score_rows <= options_.max_score_rows, "a plan scores ", num_score_rows, " rows");
   require(scheduler_.num_running() <= options_.max_num_seqs, scheduler_.num_running(),
@@ -248,6 +262,7 @@ int64_t SimulationChecks::work_of(const SimulatedRequest& request) const {
   const int32_t width = options_.num_draft_tokens + 1;
   int32_t chunk = std::min(options_.prefill_chunk_size,
                            options_.max_num_batched_tokens - width * (options_.max_num_seqs - 1));
+  if (least_prompt_rows_ > 0) chunk = std::min(chunk, least_prompt_rows_);
   if (request.is_score || request.has_prompt_logprobs) {
     chunk = std::min(chunk, options_.max_score_rows);
   }

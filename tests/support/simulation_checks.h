@@ -113,7 +113,8 @@ class SimulationChecks {
   using Sequences = std::vector<std::unique_ptr<SimulatedSequence>>;  // by arrival
 
   SimulationChecks(const SchedulerOptions& options, const SlabPool& pool,
-                   const Scheduler& scheduler, const Sequences& live, SimulationReport& report);
+                   const Scheduler& scheduler, const Sequences& live, SimulationReport& report,
+                   int32_t least_prompt_rows);
 
   // A request has arrived: its sequence's work, and what that adds to the bound of all iterations.
   void add(SimulatedSequence& sequence, const SimulatedRequest& request);
@@ -136,6 +137,7 @@ class SimulationChecks {
   [[nodiscard]] int64_t work_of(const SimulatedRequest& request) const;
 
   const SchedulerOptions& options_;
+  int32_t least_prompt_rows_;
   const SlabPool& pool_;
   const Scheduler& scheduler_;
   const Sequences& live_;

@@ -33,7 +33,7 @@ class Simulation {
         device_(script, layout_),
         ring_(static_cast<size_t>(options_.max_in_flight + 1)),
         draft_schedule_(script.draft_schedule_seed, script.options.draft_lengths),
-        checks_(options_, pool_, scheduler_, live_, report_) {
+        checks_(options_, pool_, scheduler_, live_, report_, script.least_prompt_rows) {
     const int32_t width = options_.num_draft_tokens + 1;
     shape_ = {.max_seqs = options_.max_num_seqs,
               .max_verify_rows = options_.max_num_batched_tokens,
@@ -186,6 +186,10 @@ class Simulation {
         draft_schedule_.is_given() ? draft_schedule_.next() : script_.options.num_draft_tokens;
     entry.plan.max_catch_up =
         draft_schedule_.is_given() && mix(static_cast<uint64_t>(now_)) % 4 == 0 ? 4 : INT32_MAX;
+    if (script_.least_prompt_rows > 0) {
+      const uint64_t more = mix(static_cast<uint64_t>(now_) + 5) % 8;
+      entry.plan.max_prompt_rows = script_.least_prompt_rows + static_cast<int32_t>(more);
+    }
     checks_.before_plan();
     const bool is_launched = scheduler_.plan(entry.plan);
     entry.rows.clear();

@@ -54,7 +54,10 @@ struct SimulationScript {
   std::vector<KvLayerShape> draft;
   int64_t num_slabs = 0;
   uint64_t draft_schedule_seed = 0;  // of k' by iteration; 0: it is k
-  int32_t percent_early = 0;         // how often a result is read although more could be launched
+  // Prompt rows of every iteration with decoding ones are limited to this number or a few more; 0:
+  // they are not.
+  int32_t least_prompt_rows = 0;
+  int32_t percent_early = 0;  // how often a result is read although more could be launched
   std::vector<SimulatedRequest> requests;
   bool keeps_trace = false;
 

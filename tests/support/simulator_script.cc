@@ -206,6 +206,7 @@ std::vector<SimulationScript> smaller(const SimulationScript& script) {
     if (request.arrival > earlier) change([&](SimulatedRequest& r) { r.arrival = earlier; });
   }
   if (script.draft_schedule_seed > 0) all.emplace_back(script).draft_schedule_seed = 0;
+  if (script.least_prompt_rows > 0) all.emplace_back(script).least_prompt_rows = 0;
   if (script.percent_early > 0) all.emplace_back(script).percent_early = 0;
   return all;
 }
@@ -229,7 +230,8 @@ std::string SimulationScript::text() const {
       << ", prefix cache " << options.enable_prefix_caching << ", max_adopted_tokens "
       << options.max_adopted_tokens << ", block_size " << block_size << ", num_slabs " << num_slabs
       << ", percent_early " << percent_early << ", draft_schedule_seed " << draft_schedule_seed
-      << ", max_missed " << options.max_missed << "\n";
+      << ", least_prompt_rows " << least_prompt_rows << ", max_missed " << options.max_missed
+      << "\n";
   const KvLayout planned = layout();
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];
@@ -278,6 +280,8 @@ SimulationScript make_script(uint64_t seed) {
   if (scatters) make_one_long(random, script);
   share_prefixes(random, script.requests);
   vary_drafts(script);
+  const uint64_t rows = mix(seed + 78);
+  if (rows % 3 == 0) script.least_prompt_rows = 1 + static_cast<int32_t>(rows / 3 % 12);
   script.options.kv_lookahead = script.first_rows == FirstRows::kWindow ? 1 : 0;
   int32_t longest = 0;
   for (const SimulatedRequest& request : script.requests) {

@@ -59,10 +59,11 @@ typedef struct paceline_options {
   int32_t max_model_len;           // largest prompt + output of a request, in tokens
   int32_t max_num_seqs;            // largest number of samples that run at the same time; 0 is 64
   int32_t max_num_batched_tokens;  // largest number of rows of one iteration
-  int32_t prefill_chunk_size;      // largest number of prompt tokens of one sample in an iteration
-  int32_t block_size;              // tokens per KV block; 0 is 16
-  int32_t num_threads;             // CPU threads that run the ops; 0 is all cores
-  int64_t kv_cache_bytes;          // size of the KV pool
+  // Largest number of prompt tokens of one sample in an iteration; 0: see ExecutorOptions.
+  int32_t prefill_chunk_size;
+  int32_t block_size;      // tokens per KV block; 0 is 16
+  int32_t num_threads;     // CPU threads that run the ops; 0 is all cores
+  int64_t kv_cache_bytes;  // size of the KV pool
   // Instead of kv_cache_bytes, on CUDA only: the fraction of the GPU's memory that the engine may
   // use for everything, in (0, 1].
   double gpu_memory_utilization;

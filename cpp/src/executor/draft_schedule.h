@@ -7,7 +7,8 @@
 
 namespace paceline {
 
-// A random sequence of values of k', for tests: each stays for a random number of iterations.
+// A random sequence of values of k', for tests: each stays for a random number of iterations. Also
+// a random number of prompt rows for each iteration.
 class DraftSchedule {
  public:
   // `lengths`: the values to choose from. seed 0: there is no schedule.
@@ -22,6 +23,9 @@ class DraftSchedule {
     }
     --num_left_;
     return current_;
+  }
+  [[nodiscard]] int32_t next_prompt_rows() {
+    return 1 + static_cast<int32_t>(draw() % (draw() % 4 == 0 ? 300 : 16));
   }
 
  private:

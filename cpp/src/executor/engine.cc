@@ -40,6 +40,14 @@ FinishReason reason_of(SequenceOutcome outcome) {
 // Most tokens with which a drafter catches up to explore a number of drafts.
 constexpr int32_t kMostExploredCatchUp = 128;
 
+// Fewest prompt rows that are chosen for an iteration. A GPU computes as many in the time that it
+// takes to read the weights.
+constexpr int32_t kFewestRows = 128;
+constexpr int32_t kFewestRowsCpu = 16;
+
+// Prompts are not limited while so many more sequences prefill or wait than decode.
+constexpr int32_t kManyMore = 4;
+
 // Whether the options exclude tokens, so that no token may be left.
 bool excludes_tokens(const Sequence& sequence) {
   const SamplingOptions& s = sequence.sampling;
@@ -56,6 +64,8 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
       pool_(layout),
       scheduler_(options.scheduler, pool_),
       ring_(options.scheduler.max_in_flight + 1),
+      chunk_chooser_(decode_buckets(options.scheduler.max_num_seqs),
+                     options.device == Device::kCpu ? kFewestRowsCpu : kFewestRows),
       draft_schedule_(options.draft_schedule_seed, options.scheduler.draft_lengths),
       interval_log_(options.log_interval_s),
       start_us_(now_us()),
@@ -177,6 +187,7 @@ bool Engine::launch_next() {
   InFlight& launched = ring_[static_cast<size_t>(newest_launched_ + 1) % ring_.size()];
   launched.plan.iteration = newest_launched_ + 1;
   choose_drafts(launched.plan);
+  choose_prompt_rows(launched.plan);
   delay();
   if (!scheduler_.plan(launched.plan)) return false;
   launched.batch.iteration = launched.plan.iteration;
@@ -197,6 +208,7 @@ bool Engine::launch_next() {
       runner_->launch(launched.batch);
     }
   });
+  launched.is_traced = is_traced;
   launched.has_waited = newest_launched_ == newest_read_;
   // The first iteration with another k' verifies the drafts of the one before.
   const int32_t num_drafts = launched.plan.num_drafts;
@@ -227,15 +239,38 @@ void Engine::choose_drafts(IterationPlan& plan) {
   }
 }
 
+void Engine::choose_prompt_rows(IterationPlan& plan) {
+  plan.max_prompt_rows = INT32_MAX;
+  if (draft_schedule_.is_given()) {
+    plan.max_prompt_rows = draft_schedule_.next_prompt_rows();
+    return;
+  }
+  const int32_t num_decoding = scheduler_.num_decoding();
+  const int32_t num_others = scheduler_.num_running() + scheduler_.num_waiting() - num_decoding;
+  // Where many more sequences wait for their first token than for their next, whole chunks help
+  // more.
+  if (num_decoding == 0 || num_others >= num_decoding + kManyMore) return;
+  if (options_.prompt_rows == PromptRows::kFixed) {
+    plan.max_prompt_rows = ChunkChooser::kFirstRows;
+  } else if (options_.prompt_rows == PromptRows::kMeasured) {
+    plan.max_prompt_rows = chunk_chooser_.choose(num_decoding);
+  }
+}
+
 void Engine::observe(const InFlight& launched, DraftChooser::Iteration& observed,
                      const Runner::Timing& timing) {
+  // Where the host is slower than the device, its time counts.
+  const double us = timing.us + (launched.has_waited ? 0 : timing.idle_us);
+  ChunkChooser::Iteration chunks{.us = us};
+  for (const PlannedSequence& rows : launched.plan.sequences) {
+    chunks.num_decoding += rows.kind == RowKind::kDecode ? 1 : 0;
+    chunks.num_prompt_rows += rows.kind == RowKind::kDecode ? 0 : rows.num_rows;
+  }
+  if (chunks.num_decoding > 0 && !launched.is_traced) chunk_chooser_.observe(chunks);
   if (!chooser_.has_value()) return;
   observed.num_seqs = static_cast<int32_t>(launched.plan.sequences.size());
   observed.num_drafts = launched.plan.num_drafts;
-  if (launched.is_typical) {
-    // Where the host is slower than the device, its time counts.
-    observed.us = timing.us + (launched.has_waited ? 0 : timing.idle_us);
-  }
+  if (launched.is_typical) observed.us = us;
   chooser_->observe(observed);
 }
 

@@ -28,6 +28,7 @@
 #include <paceline/executor.h>
 
 #include "batch/batch.h"
+#include "executor/chunk_chooser.h"
 #include "executor/draft_chooser.h"
 #include "executor/draft_schedule.h"
 #include "executor/interval_log.h"
@@ -43,6 +44,13 @@
 #include "wire/sequence_result.h"
 
 namespace paceline {
+
+// How many prompt rows an iteration has while sequences decode.
+enum class PromptRows : uint8_t {
+  kAll,       // as many as the scheduler's options allow
+  kFixed,     // the same number at any time, whatever iterations take
+  kMeasured,  // see ChunkChooser
+};
 
 struct EngineOptions {
   BatchShape shape;
@@ -63,6 +71,7 @@ struct EngineOptions {
   WindowMakerOptions windows;
   bool allows_constraints = true;
   bool is_adaptive = false;
+  PromptRows prompt_rows = PromptRows::kAll;
   uint64_t draft_schedule_seed = 0;  // see ExecutorOptions
 };
 
@@ -106,6 +115,7 @@ class Engine {
     Batch batch;
     // The time says what other iterations with this k' and as many sequences will take.
     bool is_typical = false;
+    bool is_traced = false;
     bool has_waited = false;  // the device had nothing to do before the launch
   };
 
@@ -137,6 +147,7 @@ class Engine {
   bool take_in();      // requests and cancellations; false: the engine shall stop
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void choose_drafts(IterationPlan& plan);
+  void choose_prompt_rows(IterationPlan& plan);
   // What the chooser learns of a launch whose results are read.
   void observe(const InFlight& launched, DraftChooser::Iteration& observed,
                const Runner::Timing& timing);
@@ -204,6 +215,7 @@ class Engine {
   double last_iteration_us_ = 0;           // device time of the iteration that was read last
   int32_t last_num_drafts_ = -1;           // k' of the newest launch
   bool has_device_failed_ = false;
+  ChunkChooser chunk_chooser_;
   DraftSchedule draft_schedule_;
   IntervalLog interval_log_;
   std::minstd_rand delays_{12345};

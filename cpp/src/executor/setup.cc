@@ -55,6 +55,9 @@ std::vector<int32_t> draft_lengths(const ExecutorOptions& o) {
 // positions that have left its windows.
 constexpr int32_t kMaxMissedWithWindows = 64;
 
+// On a GPU, products of many rows compute multiples of this (gemm/gemm_planner.h).
+constexpr int32_t kRowStep = 256;
+
 bool has_windows(const Model& target, const Model* draft) {
   if (draft == nullptr) return false;
   const std::vector<KvLayerShape> shapes = draft_kv_layer_shapes(draft->config, target.config);
@@ -124,6 +127,15 @@ RunnerOptions runner_options(const ExecutorOptions& o, const Model& target, cons
   return options;
 }
 
+PromptRows prompt_rows(const ExecutorOptions& o) {
+  if (o.prefill_chunk_size > 0) return PromptRows::kAll;
+  // Preemption may follow from the sizes of chunks, and tokens of these methods from preemption:
+  // they must not come to depend on times.
+  const AcceptMethod method = o.speculative.accept_method;
+  const bool keeps_windows = method == AcceptMethod::kStandard || method == AcceptMethod::kBlock;
+  return keeps_windows ? PromptRows::kFixed : PromptRows::kMeasured;
+}
+
 }  // namespace
 
 EngineOptions engine_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
@@ -136,6 +148,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
                     .max_num_batched_tokens = o.max_num_batched_tokens,
                     .prefill_chunk_size =
                         o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens,
+                    .row_step = target.device == Device::kCuda ? kRowStep : 1,
                     .max_score_rows = kMaxScoreRows,
                     .num_draft_tokens = o.speculative.num_speculative_tokens,
                     .drafter_falls_behind =
@@ -163,6 +176,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
       .allows_constraints =
           o.speculative.accept_method != AcceptMethod::kSynthetic && !o.use_null_device,
       .is_adaptive = o.speculative.adaptive.value_or(false),
+      .prompt_rows = prompt_rows(o),
       .draft_schedule_seed = o.draft_schedule_seed};
   options.scheduler.draft_lengths = draft_lengths(o);
   return options;

@@ -42,6 +42,9 @@ struct IterationPlan {
   // Set before planning: tokens with which the drafter may catch up in all. With a bound it gets
   // all tokens of a sequence or none.
   int32_t max_catch_up = INT32_MAX;
+  // Set before planning: about how many prompt rows there may be in all, if a sequence decodes
+  // beside them: the iteration has a multiple of SchedulerOptions::row_step.
+  int32_t max_prompt_rows = INT32_MAX;
   bool has_prefill = false;                // some sequence has rows that are not kDecode
   bool is_whole = true;                    // no sequence catches up or is left out
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival

@@ -340,8 +340,18 @@ bool Scheduler::plan(IterationPlan& plan) {
                 .score = options_.max_score_rows,
                 .adopted = options_.max_adopted_tokens,
                 .drafts = plan.num_drafts};
+  int32_t num_decode_rows = 0;
   for (const Sequence* sequence : running_) {
-    if (sequence->phase == Sequence::Phase::kDecode) budget.prefill -= sequence->max_drafts + 1;
+    if (sequence->phase != Sequence::Phase::kDecode) continue;
+    budget.prefill -= sequence->max_drafts + 1;
+    if (!must_be_finished(*sequence)) num_decode_rows += next_rows(*sequence, budget).num_rows;
+  }
+  if (num_decode_rows > 0 && plan.max_prompt_rows < budget.prefill) {
+    const int32_t rows = num_decode_rows + plan.max_prompt_rows;
+    const int32_t step = options_.row_step;
+    int32_t nearest = (rows + step / 2) / step * step;
+    if (nearest - num_decode_rows < plan.max_prompt_rows / 2) nearest += step;
+    budget.prefill = std::min(budget.prefill, nearest - num_decode_rows);
   }
 
   // Oldest first, so that a preempted sequence has not been planned yet. It has no rows in this

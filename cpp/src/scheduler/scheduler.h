@@ -40,6 +40,7 @@ struct SchedulerOptions {
   int32_t max_num_seqs = 0;
   int32_t max_num_batched_tokens = 0;
   int32_t prefill_chunk_size = 0;  // maximum prefill rows of one sequence in an iteration; > 0
+  int32_t row_step = 1;            // products are fast for multiples of as many rows
   // Maximum rows of scored prompts and prompt logprobs in an iteration; > 0.
   int32_t max_score_rows = 0;
   int32_t num_draft_tokens = 0;  // k
