@@ -12,6 +12,7 @@
 #include "device/program.h"
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
+#include "sample/synthetic_rates.h"
 #include "speculate/row_ops.h"
 #include "wire/batch_shape.h"
 #include "wire/limits.h"
@@ -484,6 +485,26 @@ TEST(Program, RecordsWithoutRunningAndReplaysInOrder) {
   EXPECT_EQ(counter, 37);
   ctx.run(count, CountParams{&counter, 4});
   EXPECT_EQ(counter, 41);
+}
+
+TEST(SyntheticRates, GiveTheMeanLength) {
+  for (const int32_t k : {1, 3, 7, 16}) {
+    for (const double share : {0.0, 0.1, 0.45, 1.0}) {
+      const double length = 1 + share * k;
+      for (const bool is_even : {false, true}) {
+        const auto rates = synthetic_rates(length, k, is_even);
+        double sum = 1;
+        double product = 1;
+        for (int32_t i = 0; i < k; ++i) sum += product *= rates[static_cast<size_t>(i)];
+        EXPECT_NEAR(sum, length, 1e-5) << "k = " << k << ", " << is_even;
+        EXPECT_EQ(rates[0] == rates[static_cast<size_t>(k - 1)],
+                  is_even || k == 1 || share == 0 || share == 1);
+      }
+    }
+  }
+  const auto first = synthetic_rates(2.25, 3, /*is_even=*/false);
+  EXPECT_EQ((std::vector<float>{first.begin(), first.begin() + 3}),
+            (std::vector<float>{1, 0.25F, 0}));
 }
 
 }  // namespace

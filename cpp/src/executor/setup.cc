@@ -15,6 +15,7 @@
 #include "graph/iteration_ring.h"
 #include "model/kv_shapes.h"
 #include "model/model_impl.h"
+#include "sample/synthetic_rates.h"
 #include "speculate/speculator.h"
 #include "wire/limits.h"
 
@@ -76,6 +77,13 @@ int32_t kept_hidden_tokens(const ExecutorOptions& o, const Model& target, const 
   return static_cast<int32_t>(std::clamp<int64_t>(kBytes / token_bytes, 8, 64));
 }
 
+std::array<float, kMaxDraftTokens> imposed_rates(const SpeculativeOptions& s) {
+  if (s.accept_method != AcceptMethod::kSynthetic) return {};
+  // A choice of k' needs to see what fewer drafts would give.
+  return synthetic_rates(s.synthetic_acceptance_length, s.num_speculative_tokens,
+                         /*is_even=*/s.adaptive.value_or(false));
+}
+
 IterationOptions iteration_options(const ExecutorOptions& o, const Model& target,
                                    const Model* draft) {
   const int32_t k = o.speculative.num_speculative_tokens;
@@ -91,7 +99,7 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model& target
                     .max_adopted_tokens = max_adopted_tokens(o)},
           .max_model_len = o.max_model_len,
           .accept_method = o.speculative.accept_method,
-          .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
+          .synthetic_rates = imposed_rates(o.speculative),
           .samples_drafts = o.speculative.samples_drafts,
           .num_draft_proposals = o.speculative.num_draft_proposals,
           .draft_stop_threshold = o.speculative.draft_stop_threshold,

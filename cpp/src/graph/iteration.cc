@@ -199,13 +199,8 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
                       .max_seqs = extent.num_seqs,
                       .method = options_.accept_method,
                       .synthetic_rate = {}};
-  // For a mean length A, bonus token included, the first floor(A) - 1 drafts are always accepted
-  // and the next one with probability A - floor(A).
-  double left = options_.synthetic_acceptance_length - 1;
-  for (float& rate : params.synthetic_rate) {
-    rate = static_cast<float>(std::clamp(left, 0.0, 1.0));
-    left -= 1;
-  }
+  std::copy(options_.synthetic_rates.begin(), options_.synthetic_rates.end(),
+            params.synthetic_rate);
   if (b.rejection.is_used()) {
     reject(ctx, b.rejection,
            {.inputs = b.staged,

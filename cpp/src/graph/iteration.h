@@ -7,6 +7,7 @@
 // runs. The three parts are functions over a context, so that an eager run and a captured graph
 // make the same calls. Buffers are allocated once, at their largest size.
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -23,6 +24,7 @@
 #include "speculate/row_ops.h"
 #include "speculate/speculator.h"
 #include "wire/batch_shape.h"
+#include "wire/limits.h"
 #include "wire/sequence_result.h"
 #include "wire/sequence_state.h"
 #include "wire/staged_inputs.h"
@@ -105,8 +107,8 @@ struct IterationOptions {
   BatchShape shape;
   int32_t max_model_len = 0;
   AcceptMethod accept_method = AcceptMethod::kCoupled;
-  double synthetic_acceptance_length = 0;
-  bool samples_drafts = true;  // see SpeculativeOptions
+  std::array<float, kMaxDraftTokens> synthetic_rates{};  // with kSynthetic
+  bool samples_drafts = true;                            // see SpeculativeOptions
   int32_t num_draft_proposals = 0;
   double draft_stop_threshold = 0;  // see SpeculativeOptions
   bool use_window_lists = false;
