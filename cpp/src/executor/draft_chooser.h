@@ -49,8 +49,9 @@ class DraftChooser {
   // times of iterations are kept for each.
   DraftChooser(std::vector<int32_t> lengths, std::vector<int32_t> buckets);
 
-  // The k' of the next iteration, in which this many sequences decode.
-  [[nodiscard]] Choice choose(int32_t num_seqs);
+  // The k' of the next iteration, in which this many sequences decode. An exploration can draft for
+  // `num_ready` of them, since the drafter has missed too many tokens of the others.
+  [[nodiscard]] Choice choose(int32_t num_seqs, int32_t num_ready);
   void observe(const Iteration& iteration);
 
   // The k' that was chosen last, without explorations, and the sequences for which.
@@ -70,49 +71,67 @@ class DraftChooser {
   [[nodiscard]] std::vector<Cost> costs() const;
 
  private:
-  static constexpr int32_t kNumTimes = 9;
+  static constexpr int32_t kNumTimes = 15;
   static constexpr size_t kUnset = SIZE_MAX;
+  // By index in lengths_.
+  using Costs = std::array<double, kMaxDraftTokens + 1>;
 
-  // The newest times of one k' with one number of sequences; their median is the cost.
+  // The newest times of one k' with one number of sequences. Their median is the cost.
   struct Cell {
     std::array<float, kNumTimes> times{};
-    int64_t count = 0;
-    double median = 0;
-    int64_t newest = 0;  // visit of the bucket when the newest time came
+    int64_t count = 0;  // since older times were dropped
+    double median = 0;  // 0: not known
+    double level = 1;   // of the bucket, for these times
+    int64_t batch = 0;  // of the newest time
+    int64_t newest = 0;
+    // Visits of the bucket: not explored or tried before this one, and how long it then waits.
+    int64_t retry = 0;
+    int64_t patience = 0;
 
-    void add(double us);
-    [[nodiscard]] bool is_known() const;
+    // Returns whether the median is of new times.
+    bool add(double us);
+    void wait(int64_t num_visits);
   };
   struct Bucket {
     std::vector<Cell> cells;  // by k'
     size_t choice = kUnset;   // index in lengths_
     int64_t num_visits = 0;
+    // How slow all iterations are, in comparison: other work on the machine comes and goes, and
+    // contexts grow. It follows the times of the choice.
+    double level = 1;
+    size_t former = 0;   // the choice before, which is measured again
+    int64_t review = 0;  // visit of that; 0: it has been
   };
 
   [[nodiscard]] size_t bucket_of(int32_t num_seqs) const;
   [[nodiscard]] double tokens(size_t length) const;
-  // Time of an iteration; from another bucket if it is not known, and 0 if there is none either.
-  [[nodiscard]] double cost(size_t bucket, size_t length) const;
+  // The times of iterations; those that are not known are estimated. All 0 if nothing is known.
+  [[nodiscard]] Costs costs_of(size_t bucket) const;
+  void add_costs_of_others(size_t bucket, Costs& costs) const;
+  void extrapolate(size_t bucket, Costs& costs) const;
   [[nodiscard]] bool is_known_nearby(size_t bucket, size_t length) const;
-  // Sets the bucket's choice. Returns a k' that would be better by times that are old, and must be
-  // measured anew first, or kUnset.
-  [[nodiscard]] size_t settle(size_t bucket);
+  // Sets the choice of a bucket. Returns a k' to try before it is chosen, or kUnset.
+  [[nodiscard]] size_t settle(Bucket& bucket, const Costs& costs);
   // The k' to explore next, or kUnset.
-  [[nodiscard]] size_t next_to_explore(size_t bucket);
+  [[nodiscard]] size_t next_to_explore(size_t bucket, const Costs& costs, bool reaches_all,
+                                       bool reaches_some);
+  [[nodiscard]] size_t next_unknown(size_t bucket, const Costs& costs);
+  [[nodiscard]] size_t next_affordable(Bucket& bucket, const Costs& costs);
+  // Iterations that an exploration is expected to lose.
+  [[nodiscard]] double loss(const Bucket& bucket, const Costs& costs, size_t length) const;
 
   std::vector<int32_t> lengths_;
   std::vector<int32_t> buckets_;
   std::vector<Bucket> states_;
   std::array<double, kMaxDraftTokens> reached_{};
   std::array<double, kMaxDraftTokens> accepted_{};
-  std::vector<int32_t> num_skipped_;  // by k': how often it was not explored because it is hopeless
   size_t current_ = 0;
   int32_t current_seqs_ = 0;
-  double credit_ = 0;         // iterations that may explore
-  size_t next_ = 0;           // the k' to explore after the pending one
-  size_t pending_ = kUnset;   // the k' to explore once there is credit
-  size_t explored_ = kUnset;  // k' of the exploration under way
-  size_t explored_bucket_ = 0;
+  int64_t batch_ = 0;         // grows when no sequence decodes
+  double credit_ = 0;         // iterations that explorations may lose
+  size_t measured_ = kUnset;  // k' of the exploration or trial under way
+  size_t measured_bucket_ = 0;
+  bool is_trial_ = false;
   int32_t num_left_ = 0;  // iterations of it
 };
 

@@ -232,7 +232,8 @@ void Engine::choose_drafts(IterationPlan& plan) {
     plan.num_drafts = draft_schedule_.next();
   } else if (chooser_.has_value()) {
     const std::scoped_lock lock(mutex_);
-    const DraftChooser::Choice choice = chooser_->choose(scheduler_.num_decoding());
+    const DraftChooser::Choice choice = chooser_->choose(
+        scheduler_.num_decoding(), scheduler_.num_ready_to_draft(kMostExploredCatchUp));
     plan.num_drafts = choice.num_drafts;
     // Sequences whose drafter is far behind would make an exploration dear.
     if (choice.explores) plan.max_catch_up = kMostExploredCatchUp;

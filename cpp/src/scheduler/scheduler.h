@@ -105,6 +105,8 @@ class Scheduler {
       return s->phase == Sequence::Phase::kDecode;
     }));
   }
+  // Those of them for which the drafter can draft if it catches up with this many tokens at most.
+  [[nodiscard]] int32_t num_ready_to_draft(int64_t max_catch_up) const;
   // Number of requests with at least one waiting sample.
   [[nodiscard]] int64_t num_waiting_requests() const { return num_waiting_requests_; }
   [[nodiscard]] int64_t num_preemptions() const { return num_preemptions_; }

@@ -25,6 +25,17 @@ int32_t Scheduler::num_ready_drafts(const Sequence& sequence, int32_t num_drafts
   return std::min({sequence.max_drafts, num_drafts, ready});
 }
 
+int32_t Scheduler::num_ready_to_draft(int64_t max_catch_up) const {
+  int32_t count = 0;
+  for (const Sequence* sequence : running_) {
+    if (sequence->phase != Sequence::Phase::kDecode || sequence->num_missed > max_catch_up)
+      continue;
+    max_catch_up -= sequence->num_missed;
+    ++count;
+  }
+  return count;
+}
+
 bool Scheduler::can_catch_up(const Sequence& sequence, const IterationPlan& plan) const {
   return sequence.num_missed <= plan.max_catch_up &&
          (options_.max_missed == 0 || sequence.num_missed <= options_.max_missed);
