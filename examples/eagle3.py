@@ -18,7 +18,12 @@ def main() -> None:
 
     with LLM(model) as llm:
         plain = llm.generate(PROMPTS, params)
-    speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    speculative = {
+        "method": "eagle3",
+        "model": head,
+        "num_speculative_tokens": 3,
+        "x": {"adaptive": False},  # always 3, to see how many are accepted
+    }
     with LLM(model, speculative_config=speculative) as llm:
         drafted = llm.generate(PROMPTS, params)
 

@@ -34,6 +34,7 @@ def main() -> None:
         "prompt_lookup_min": 2,
         "prompt_lookup_max": 4,
         "num_speculative_tokens": 8,
+        "x": {"adaptive": False},  # always 8, to see how many are accepted
     }
     params = SamplingParams(temperature=0, max_tokens=64)
     with LLM(target, speculative_config=ngram) as llm:

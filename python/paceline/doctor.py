@@ -98,6 +98,7 @@ def check_self_draft() -> dict[str, Any]:
                 "method": "draft_model",
                 "model": folder,
                 "num_speculative_tokens": _NUM_SPECULATIVE_TOKENS,
+                "x": {"adaptive": False},
             }
             with LLM(
                 folder, speculative_config=config, device=device, max_num_seqs=2,

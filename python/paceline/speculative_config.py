@@ -118,8 +118,9 @@ class SpeculativeConfig:
             each, times k and `max_num_seqs`.
         adaptive: Under "x". True: each iteration chooses how many tokens are drafted, from 0 to
             `num_speculative_tokens`, by measured times and acceptance. False: always
-            `num_speculative_tokens`. None = False. With True, "standard" and "block" have seeded
-            output that depends on times, and the method "custom" is refused.
+            `num_speculative_tokens`. None = True with "coupled", whose output does not depend on
+            the choice, except with the method "custom"; False otherwise. With True, "standard" and
+            "block" have seeded output that depends on times, and the method "custom" is refused.
     """
 
     method: str | None = None

@@ -101,11 +101,11 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
     "speculative_config": {
         "attention_backend": f"{LEAVE_OUT}there is one backend per device",
         "draft_tensor_parallel_size": _ONE_GPU,
-        "enable_adaptive_verification": "`'x': {'adaptive': True}` chooses the number of drafts",
+        "enable_adaptive_verification": "k adapts; `'x': {'adaptive': False}` fixes it",
         "enforce_eager": "`'x': {'draft_driver': 'eager'}` captures no graphs",
         "kv_cache_dtype": _KV_DTYPE,
         "max_model_len": f"{LEAVE_OUT}the drafter uses the target's length",
-        "num_speculative_tokens_per_batch_size": f"{LEAVE_OUT}k is the same for every batch size",
+        "num_speculative_tokens_per_batch_size": f"{LEAVE_OUT}each iteration chooses, up to k",
         "parallel_drafting": f"{LEAVE_OUT}drafts are made one after another",
         "quantization": _FORMAT,
         "synthetic_acceptance_rates": "`synthetic_acceptance_length` sets the mean",

@@ -63,7 +63,12 @@ def run_engine(
     """Decodes greedily with Paceline; `options` are further keys of `speculative_config`."""
     from paceline import LLM, SamplingParams
 
-    config = {"model": str(drafter), "num_speculative_tokens": num_drafts, **options}
+    config = {
+        "model": str(drafter),
+        "num_speculative_tokens": num_drafts,
+        "x": {"adaptive": False},
+        **options,
+    }
     continuations: list[list[int]] = [[] for _ in texts]
     emitted: list[list[int]] = [[] for _ in texts]
     decoded = [""] * len(texts)

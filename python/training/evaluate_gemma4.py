@@ -73,7 +73,7 @@ def main() -> None:
                 texts,
                 num_drafts=arguments.num_speculative_tokens,
                 method="gemma4_mtp",
-                x={"draft_position": position},
+                x={"draft_position": position, "adaptive": False},
             )
         else:
             run = simulate(

@@ -110,6 +110,7 @@ def figures(run: Run, concurrency: int) -> dict[str, Any]:
         "decode": run.tokens_per_s,
         "steady": steady_tokens_per_s(run),
         "iteration_us": statistics.median(decoding) if decoding else 0.0,
+        "mean_iteration_us": statistics.fmean(decoding) if decoding else 0.0,
         "tokens_per_iteration": run.tokens_per_iteration,
         "host_us": run.stats["host_us"] / max(run.stats["num_iterations"], 1),
         "iterations": {
@@ -142,6 +143,10 @@ class Pair:
         self._args = args
         self._deadline = deadline
         self._concurrency = [int(c) for c in args.concurrency.split(",")]
+        lens = [int(length) for length in args.output_len.split(",")]
+        self._output_len = dict(
+            zip(self._concurrency, lens if len(lens) > 1 else lens * 99, strict=False)
+        )
         self._prompts: list[list[int]] = []
         begin = time.monotonic()
         if name in demo_names():
@@ -195,7 +200,8 @@ class Pair:
         draft: BenchModel | None,
         variants: list[tuple[str, Speculation | None]],
     ) -> None:
-        workload = Workload(max(self._concurrency), self._args.input_len, self._args.output_len)
+        most = max(self._output_len.values())
+        workload = Workload(max(self._concurrency), self._args.input_len, most)
         self._vocab = target.config["vocab_size"]
         if not hasattr(self, "engines"):
             self.engines: list[Engine] = []
@@ -229,8 +235,12 @@ class Pair:
             for engine in order:
                 if time.monotonic() > self._deadline:
                     return False
+                is_fixed = engine.k > 0 and not engine.is_adaptive
+                if is_fixed and turn % self._args.fixed_every > 0:
+                    engine.rounds[c].append(engine.rounds[c][-1])
+                    continue
                 count = c * (self._args.repeat if c == 1 else 1)
-                workload = Workload(c, self._args.input_len, self._args.output_len, engine.sampling)
+                workload = Workload(c, self._args.input_len, self._output_len[c], engine.sampling)
                 prompts = random.Random(turn).sample(self._prompts, len(self._prompts))
                 run = run_once(
                     engine.executor, workload, self._vocab, seed=turn,
@@ -288,7 +298,10 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--concurrency", default="1,16,64")
     parser.add_argument("--input-len", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument(
+        "--output-len", default="256", help="one for each concurrency, or one for all"
+    )
+    parser.add_argument("--fixed-every", type=int, default=1, help="rounds with a fixed k")
     parser.add_argument("--repeat", type=int, default=4, help="requests of a run with c = 1")
     parser.add_argument("--lengths", default="2.2")
     parser.add_argument("--fixed", default="4")

@@ -128,7 +128,8 @@ def check_output(name: str, printed: str, expected: list[int]) -> None:
     if tokens != expected or len(tokens) < 8:
         sys.exit(f"{name}: tokens differ:\n{tokens}\n{expected} in Python")
     counts = re.fullmatch(r"(\d+) of (\d+) drafts were accepted", lines[-1])
-    if counts is None or not 0 < int(counts[1]) <= int(counts[2]):
+    # How many are drafted depends on times.
+    if counts is None or int(counts[1]) > int(counts[2]) or int(counts[2]) == 0:
         sys.exit(f"{name}: the last line is {lines[-1]!r}")
 
 

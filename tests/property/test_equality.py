@@ -387,6 +387,7 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "poison_freed_blocks": True,
         "max_logprobs": MAX_LOGPROBS,
         "draft_schedule_seed": cell.draft_schedule_seed,
+        "adaptive": None if cell.batch % 2 == 0 else False,
     }
 
 

@@ -61,7 +61,9 @@ def start(method: str | None, k: int, load_format: str, **options: Any) -> LLM:
     if method == "custom":
         config = {"method": "custom", "drafter": echo, "num_speculative_tokens": k}
     elif method is not None:
-        config = demo.speculative_config(k) | {"x": {"draft_driver": DRIVERS[k % 4]}}
+        config = demo.speculative_config(k) | {
+            "x": {"draft_driver": DRIVERS[k % 4], "adaptive": False}
+        }
     return LLM(
         str(demo.target),
         speculative_config=config,

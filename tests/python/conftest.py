@@ -111,8 +111,13 @@ def draft_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def speculative_config(draft_dir: Path) -> dict[str, Any]:
-    """The configuration as a user writes it."""
-    return {"method": "draft_model", "model": str(draft_dir), "num_speculative_tokens": 4}
+    """The configuration as a user writes it. k is fixed, so that counts do not depend on times."""
+    return {
+        "method": "draft_model",
+        "model": str(draft_dir),
+        "num_speculative_tokens": 4,
+        "x": {"adaptive": False},
+    }
 
 
 @pytest.fixture(scope="session")

@@ -282,7 +282,7 @@ def demo_requests(temperature: float) -> tuple[list[str], list[SamplingParams]]:
 @pytest.mark.parametrize("name", demo_names())
 def test_trained_drafters_change_no_token(name: str, driver: str, temperature: float) -> None:
     demo = find_demo(name)
-    config = demo.speculative_config() | {"x": {"draft_driver": driver}}
+    config = demo.speculative_config() | {"x": {"draft_driver": driver, "adaptive": False}}
     with LLM(
         demo.target,
         speculative_config=config,

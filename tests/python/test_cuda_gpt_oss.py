@@ -114,7 +114,7 @@ def test_a_drafter_of_the_shape_of_20b_agrees_with_itself(
     }  # fmt: skip
     with LLM.from_loaded(model, **engine) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    config = {"model": "itself", "num_speculative_tokens": 3}
+    config = {"model": "itself", "num_speculative_tokens": 3, "x": {"adaptive": False}}
     with LLM.from_loaded(model, model, speculative_config=config, **engine) as llm:
         outputs = llm.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected

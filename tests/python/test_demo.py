@@ -49,7 +49,7 @@ def test_gemma4_mtp_reaches_its_bar(texts: list[str], position: str) -> None:
         texts,
         num_drafts=evaluate_eagle3.NUM_DRAFTS,
         method="gemma4_mtp",
-        x={"draft_position": position},
+        x={"draft_position": position, "adaptive": False},
     )
     report = acceptance(run.continuations, run.emitted)
     assert report.mean_acceptance_length >= evaluate_gemma4.ACCEPTANCE_BAR

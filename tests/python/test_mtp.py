@@ -163,7 +163,7 @@ def test_tensors_in_memory_and_updates(with_layer: Callable[..., Path], tmp_path
     path = with_layer()
     tensors, config = load_tensors(path), read_json(path / "config.json")
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    raw = MTP | {"x": {"draft_feedback": "raw"}}
+    raw = MTP | {"x": {"draft_feedback": "raw", "adaptive": False}}
     other = load_tensors(
         mtp_models.write(TinySpec("glm4_moe_lite", seed=6), tmp_path / "other", seed=1)
     )

@@ -62,7 +62,7 @@ def test_as_a_new_llm(
         path = make(eagle_pair.TARGET)
     else:
         path, drafter = pair_of(kind)
-    config: dict[str, Any] = {"num_speculative_tokens": 3}
+    config: dict[str, Any] = {"num_speculative_tokens": 3, "x": {"adaptive": False}}
     config |= {"method": "ngram"} if drafter is None else {"model": str(drafter)}
     tensors = other(load_tensors(path))
     given: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def test_a_refused_update_changes_nothing(case: str, tmp_path: Path) -> None:
     edit, error, message = BAD[case]
     path = make(LLAMA)
     draft = perturbed_copy(path, tmp_path / "draft", noise=0.02)
-    config = {"model": str(draft), "num_speculative_tokens": 2}
+    config = {"model": str(draft), "num_speculative_tokens": 2, "x": {"adaptive": False}}
     with LLM(path, speculative_config=config, device="cpu", **ENGINE) as llm:
         assert llm.draft is not None
         before = llm.target.model.arena(), llm.draft.model.arena()

@@ -80,7 +80,8 @@ def open_mtp(path: Path, k: int, **changes: Any) -> LLM:
 def _open(path: Path, config: dict[str, Any] | None, k: int, changes: dict[str, Any]) -> LLM:
     nested = changes.pop("x", {})
     if config is not None:
-        config |= {"num_speculative_tokens": k, "x": nested}
+        # Fixed, so that counts do not depend on times.
+        config |= {"num_speculative_tokens": k, "x": {"adaptive": False} | nested}
     settings = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 64 << 20}
     settings |= {"device": "cuda", "show_progress": False} | changes
     return LLM(path, speculative_config=config, **settings)

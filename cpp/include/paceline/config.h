@@ -72,9 +72,10 @@ struct SpeculativeOptions {
   int32_t ngram_max = 0;
   // Each iteration chooses how many drafts the next one verifies, from 0 to num_speculative_tokens,
   // by the times of iterations and the acceptance that it has measured (docs/adaptive.md). With
-  // false, num_speculative_tokens is used. Not given: false. With kStandard and kBlock, true makes
-  // seeded output depend on times. It must not be true without a drafter, with host_drafter, and
-  // with use_null_device.
+  // false, num_speculative_tokens is used. Not given: true with kCoupled, whose output does not
+  // depend on the choice, otherwise false. With kStandard and kBlock, true makes seeded output
+  // depend on times. It must not be true without a drafter, with host_drafter, and with
+  // use_null_device; not given is false there.
   std::optional<bool> adaptive;
   // A drafter of the caller, instead of a model or prompt lookup; null: none. Each verify window
   // waits until the host has read the last result and called it, so it is for research. With

@@ -82,7 +82,7 @@ typedef struct paceline_options {
   // Not 0: prompts take over no KV of earlier requests (enable_prefix_caching is false).
   int32_t disable_prefix_caching;
   // Each iteration chooses how many drafts the next one verifies, up to num_speculative_tokens.
-  // 0: the default, which is never; positive: always; negative: never.
+  // 0: the default, which is only with accept_method "coupled"; positive: yes; negative: no.
   int32_t adaptive_drafts;
 } paceline_options;
 

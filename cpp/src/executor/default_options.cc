@@ -16,6 +16,13 @@ namespace {
 constexpr int32_t kDefaultModelLen = 4096;
 constexpr int64_t kDefaultBatchedTokens = 2048;
 
+// Only where the output does not depend on the number of drafts, and its cost can be measured.
+bool adapts_by_default(const ExecutorOptions& o) {
+  const SpeculativeOptions& s = o.speculative;
+  return s.num_speculative_tokens > 0 && s.accept_method == AcceptMethod::kCoupled &&
+         s.host_drafter == nullptr && !o.use_null_device;
+}
+
 ExecutorOptions recommend(const ExecutorOptions& given, const Model& target, const Model* draft) {
   ExecutorOptions options = with_defaults(given, target, draft);
   options.kv_cache_bytes = default_kv_cache_size(target, draft, options).bytes;
@@ -32,7 +39,7 @@ ExecutorOptions with_defaults(ExecutorOptions o, const Model& target, const Mode
   int32_t& k = o.speculative.num_speculative_tokens;
   if (k == 0 && draft != nullptr) k = draft->default_draft_tokens;
   SpeculativeOptions& s = o.speculative;
-  if (!s.adaptive.has_value()) s.adaptive = false;
+  if (!s.adaptive.has_value()) s.adaptive = adapts_by_default(o);
   if (o.max_num_batched_tokens == 0) {
     const int64_t windows = int64_t{o.max_num_seqs} * (int64_t{k} + 1);
     o.max_num_batched_tokens = static_cast<int32_t>(

@@ -31,6 +31,8 @@ class Demo:
     def speculative_config(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
         """Makes the `speculative_config` of `LLM`.
 
+        The number of drafts is fixed, since a demo shows what is accepted, not speed.
+
         Args:
             num_speculative_tokens: k; None = the demo's own.
         """
@@ -39,6 +41,7 @@ class Demo:
             config["model"] = str(self.draft)
         k = num_speculative_tokens
         config["num_speculative_tokens"] = self.num_speculative_tokens if k is None else k
+        config["x"] = {"adaptive": False}
         return config
 
 
