@@ -40,7 +40,9 @@ inline void expect_a_chunk_takes_any_routing(
     outcomes.push_back(run(executor, {job}).front());
     if (chunk < 2048) continue;
     const int32_t num_hit = executor.iteration_times().target_experts_hit.front();
-    EXPECT_TRUE(goes_together ? num_hit <= 2 * 16 : num_hit >= 2 * 100) << num_hit;
+    // The last layer computes the experts of one row only: of the last, which draws.
+    const int32_t of_first = num_hit - 4;
+    EXPECT_TRUE(goes_together ? of_first <= 16 : of_first >= 100 && of_first <= 128) << num_hit;
   }
   EXPECT_EQ(outcomes[0].tokens, outcomes[1].tokens);
 }

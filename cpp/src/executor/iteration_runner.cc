@@ -41,6 +41,8 @@ IterationExtent extent_of(const Batch& batch) {
   for (int32_t i = 0; i < counts.num_seqs; ++i) {
     extent.verify_rows_per_seq =
         std::max(extent.verify_rows_per_seq, inputs.verify_indptr[i + 1] - inputs.verify_indptr[i]);
+    extent.logit_rows_per_seq =
+        std::max(extent.logit_rows_per_seq, inputs.logit_indptr[i + 1] - inputs.logit_indptr[i]);
     extent.first_rows_per_seq =
         std::max(extent.first_rows_per_seq, inputs.first_indptr[i + 1] - inputs.first_indptr[i]);
   }

@@ -2,6 +2,7 @@
 #include "graph/iteration.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "base/overloaded.h"
 #include "device/cpu_context.h"
@@ -23,6 +24,16 @@ PassRows with_extent(PassRows rows, int32_t num_rows, int32_t num_seqs, int32_t 
   rows.max_rows_per_seq = rows_per_seq;
   return rows;
 }
+
+// The activations that have the output of a pass.
+Activations with_output(Activations activations, const std::optional<OutputRows>& output) {
+  if (output.has_value()) activations.residual = output->residual;
+  return activations;
+}
+
+// From this many rows on whose output nobody reads, the last layer leaves them out. Picking the
+// others takes five small ops.
+constexpr int32_t kMinUnread = 32;
 
 }  // namespace
 
@@ -157,6 +168,36 @@ void Iteration::process_logits(Ctx& ctx, const IterationExtent& extent,
 }
 
 template <class Ctx>
+OutputRows Iteration::pick_rows(Ctx& ctx, const PassRows& pass, const PassRows& output,
+                                const int32_t* row_index, KvOwner owner) const {
+  const OutputBuffers& o = buffers_.output;
+  // A word is copied as it is, so it may be an integer.
+  const auto pick = [&](const int32_t* from, int32_t* to) {
+    ctx.run(copy_rows, CopyRowsParams{.num_rows = output.num_rows,
+                                      .max_rows = output.capacity,
+                                      .row_index = row_index,
+                                      .x = from,
+                                      .x_stride = 1,
+                                      .y = to,
+                                      .y_stride = 1,
+                                      .width = 1});
+  };
+  pick(pass.token_ids, output.token_ids);
+  pick(pass.positions, output.positions);
+  pick(pass.seq_slot, output.seq_slot);
+  for (size_t g = 0; g < layout_.groups.size(); ++g) {
+    if (layout_.is_read_by(owner, static_cast<GroupId>(g))) {
+      build(ctx, output, o.metadata[g], /*padded_rows=*/0);
+    }
+  }
+  return {.rows = output,
+          .row_index = row_index,
+          .groups = o.metadata,
+          .qkv = o.qkv,
+          .residual = o.residual};
+}
+
+template <class Ctx>
 void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
                        std::span<const HiddenCapture> captures) const {
   const IterationBuffers& b = buffers_;
@@ -171,11 +212,25 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
   const bool feeds_drafter = extent.num_first_rows > 0 || b.kept_hidden.num_tokens > 0;
   HiddenTaps taps = feeds_drafter ? b.target_hidden : HiddenTaps{};
   taps.captures = captures;
-  target_.forward(ctx, rows, b.verify_metadata, b.activations, taps);
+  const bool is_all_read = captures.size() > 0 || extent.num_prompt_rows > 0 ||
+                           (taps.data != nullptr && taps.aux_layers.empty());
+  std::optional<OutputRows> output;
+  if (!is_all_read && target_.picks_output() &&
+      extent.num_verify_rows - extent.num_logit_rows >= kMinUnread) {
+    PassRows picked = with_extent(b.output.rows, std::max(extent.num_logit_rows, 1),
+                                  extent.num_seqs, std::max(extent.logit_rows_per_seq, 1));
+    picked.num_rows = &b.staged.counts->num_logit_rows;
+    picked.num_seqs = &b.staged.counts->num_seqs;
+    picked.row_indptr = b.staged.logit_indptr;
+    output = pick_rows(ctx, rows, picked, b.staged.logit_rows, KvOwner::kTarget);
+  }
+  target_.forward(ctx, rows, b.verify_metadata, b.activations, taps,
+                  output.has_value() ? &*output : nullptr);
   target_.logits(
       ctx, &b.staged.counts->num_all_logit_rows,
       std::min(extent.num_logit_rows + extent.num_prompt_rows, options_.shape.max_logit_rows),
-      b.staged.logit_rows, b.activations, b.gathered, b.logits);
+      output.has_value() ? b.output.identity : b.staged.logit_rows,
+      with_output(b.activations, output), b.gathered, b.logits);
   target_.capture_output(ctx, rows, b.activations, captures);
   if (extent.has_logit_work) {
     save_logits(ctx, extent);
@@ -286,9 +341,24 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
                                       .y_dtype = b.activations.dtype});
     input = {.target_hidden = b.gathered_hidden};
   }
+  std::optional<OutputRows> output;
+  // Decode iterations have few such rows.
+  const bool has_prompts =
+      extent.first_rows_per_seq > options_.shape.first_rows_per_decode(extent.num_drafts);
+  if (has_prompts && decoder_of(speculator_)->picks_output() &&
+      extent.num_first_rows - extent.num_drafting >= kMinUnread) {
+    const int32_t num_rows = std::max(extent.num_drafting, 1);
+    PassRows picked = with_extent(b.output.rows, num_rows, num_rows, /*rows_per_seq=*/1);
+    picked.num_rows = &b.staged.counts->num_drafting;
+    picked.num_seqs = &b.staged.counts->num_drafting;
+    picked.row_indptr = b.output.identity;
+    output = pick_rows(ctx, rows, picked, b.first_last_row, KvOwner::kDraft);
+    input.output = &*output;
+  }
   draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations, input);
   draft_logits(ctx, speculator_, &b.staged.counts->num_drafting, extent.num_drafting,
-               b.first_last_row, b.activations, b.draft_output);
+               output.has_value() ? b.output.identity : b.first_last_row,
+               with_output(b.activations, output), b.draft_output);
   draw_drafts(ctx, extent, &b.staged.counts->num_drafting, b.first_last_row, rows,
               /*steps=*/nullptr);
   ctx.run(begin_draft_steps,

@@ -39,6 +39,16 @@ struct LogprobBuffers {
 [[nodiscard]] LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape,
                                                int32_t vocab_size);
 
+// Rows of a pass whose output alone is read; see OutputRows. The verify pass and the drafter's
+// first pass take turns.
+struct OutputBuffers {
+  PassRows rows{};                      // num_rows, num_seqs and row_indptr are the pass's choice
+  std::vector<GroupMetadata> metadata;  // by GroupId
+  const int32_t* identity = nullptr;    // [capacity + 1] 0, 1, 2, ...
+  void* qkv = nullptr;                  // [capacity, the widest qkv of a last layer]
+  float* residual = nullptr;            // [capacity, the widest residual]
+};
+
 // All device memory of an iteration except weights and rotary tables.
 struct IterationBuffers {
   std::byte* kv_pool = nullptr;  // IterationRunner owns it and sets this pointer
@@ -58,6 +68,7 @@ struct IterationBuffers {
   std::vector<BlockTable> block_tables;
 
   Activations activations{};
+  OutputBuffers output{};
   float* gathered = nullptr;          // [max_logit_rows, hidden]
   float* logits = nullptr;            // [max_logit_rows, vocab]: the target's, later the drafter's
   int32_t* target_tokens = nullptr;   // [max_logit_rows] the target's draws
@@ -88,6 +99,7 @@ struct IterationExtent {
   int32_t num_logit_rows = 0;
   int32_t num_prompt_rows = 0;
   int32_t verify_rows_per_seq = 0;  // most rows of one sequence
+  int32_t logit_rows_per_seq = 0;   // those that draw, or are scored
   int32_t first_rows_per_seq = 0;
   int32_t num_forks = 0;
   int32_t num_block_copies = 0;
@@ -154,6 +166,11 @@ class Iteration {
 
  private:
   [[nodiscard]] bool has_draft_passes() const;
+  // Writes the rows `row_index` of a pass to the rows of `output`, with the metadata of the groups
+  // that `owner` reads.
+  template <class Ctx>
+  [[nodiscard]] OutputRows pick_rows(Ctx& ctx, const PassRows& pass, const PassRows& output,
+                                     const int32_t* row_index, KvOwner owner) const;
   // Copies to each fork what it needs of its parent. Runs after the counts are cleared.
   template <class Ctx>
   void fork(Ctx& ctx, const IterationExtent& extent) const;

@@ -149,6 +149,7 @@ IterationExtent full_extent(const BatchShape& shape) {
           .num_logit_rows = shape.max_logit_rows,
           .num_prompt_rows = shape.max_prompt_rows,
           .verify_rows_per_seq = shape.max_verify_rows,
+          .logit_rows_per_seq = shape.max_logit_rows,
           .first_rows_per_seq = shape.max_verify_rows + 1,
           .num_forks = shape.max_seqs,
           .num_block_copies = shape.max_seqs * kMaxKvGroups};
@@ -164,6 +165,7 @@ IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, int32_t
           .num_first_rows = num_seqs * shape.first_rows_per_decode(num_drafts),
           .num_logit_rows = num_seqs * width,
           .verify_rows_per_seq = width,
+          .logit_rows_per_seq = width,
           .first_rows_per_seq = shape.first_rows_per_decode(num_drafts),
           .has_logit_work = has_logit_work};
 }
@@ -190,6 +192,9 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.first_rows =
       allocate_rows(arena, first_capacity, &b.staged.counts->num_seqs, b.staged.first_indptr);
   b.step_rows = allocate_rows(arena, shape.max_seqs, /*num_seqs=*/nullptr, b.identity);
+  const int32_t output_capacity = std::max(shape.max_logit_rows, shape.max_seqs);
+  b.output.rows =
+      allocate_rows(arena, output_capacity, /*num_seqs=*/nullptr, /*row_indptr=*/nullptr);
   for (const KvGroup& group : layout.groups) {
     // At least one: ops may compute addresses of entries that are not there.
     const int64_t stride = std::max(num_blocks(group, options.max_model_len), 1);
@@ -209,6 +214,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
         metadata(layout.is_read_by(KvOwner::kTarget, id), shape.max_verify_rows));
     b.first_metadata.push_back(metadata(is_drafted_from, first_capacity));
     b.step_metadata.push_back(metadata(is_drafted_from, shape.max_seqs));
+    b.output.metadata.push_back(metadata(/*is_used=*/true, output_capacity));
   }
   ActivationWidths widths;
   widths.merge(target, options.max_model_len);
@@ -219,6 +225,12 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.activations =
       allocate_activations(arena, padded(draft != nullptr ? first_capacity : shape.max_verify_rows),
                            widths, activation_dtype);
+  b.output.qkv = arena.allocate<std::byte>(
+      padded(output_capacity) * widths.qkv * dtype_bytes(activation_dtype), "activations");
+  b.output.residual = arena.allocate<float>(output_capacity * widths.residual, "activations");
+  std::vector<int32_t> output_identity(static_cast<size_t>(output_capacity) + 1);
+  std::iota(output_identity.begin(), output_identity.end(), 0);
+  b.output.identity = arena.allocate_copy<int32_t>(output_identity, "draws");
   b.gathered = arena.allocate<float>(shape.max_logit_rows * widths.residual, "logits");
   b.logits = arena.allocate<float>(
       padded(shape.max_logit_rows) *

@@ -184,23 +184,33 @@ void Decoder::spread_embeddings(Ctx& ctx, const PassRows& rows, const Activation
 
 template <class Ctx>
 void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
-                      const Activations& activations, const HiddenTaps& taps) const {
+                      const Activations& activations, const HiddenTaps& taps,
+                      const OutputRows* output) const {
   embed_tokens(ctx, rows, activations);
   spread_embeddings(ctx, rows, activations, /*adds=*/false);
   if (config().per_layer_inputs.size > 0) make_per_layer_inputs(ctx, rows, activations);
-  run_layers(ctx, rows, groups, activations, /*first_input=*/nullptr, taps);
+  run_layers(ctx, rows, groups, activations, /*first_input=*/nullptr, taps, output);
+}
+
+bool Decoder::picks_output() const {
+  const DecoderConfig& c = config();
+  // Per-layer inputs and several streams have rows of their own for every layer.
+  return c.streams.count == 1 && c.per_layer_inputs.size == 0 &&
+         !std::holds_alternative<CompressedAttention>(c.layers.back().attention);
 }
 
 template <class Ctx>
 void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                          const Activations& activations, const void* first_input,
-                         const HiddenTaps& taps) const {
+                         const HiddenTaps& taps, const OutputRows* output) const {
   const DecoderConfig& c = config();
   const DecoderWeights& w = model_->weights;
   const bool has_per_layer = c.per_layer_inputs.size > 0;
   const bool taps_layers = taps.data != nullptr && !taps.aux_layers.empty();
   void* const last_tap = taps.aux_layers.empty() ? taps.data : nullptr;
   const Residual<Ctx> residual(ctx, row_count(rows), c, activations);
+  PACELINE_CHECK(output == nullptr || (picks_output() && last_tap == nullptr), c.name,
+                 " has readers of the output of all rows");
   // At this point the residual stream is the input of the layer.
   const auto tap_layer = [&](int32_t layer) {
     const auto found = std::find(taps.aux_layers.begin(), taps.aux_layers.end(), layer);
@@ -210,7 +220,10 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
                      taps.width);
   };
   Branch last = {};
-  for (int32_t layer = 0; layer < static_cast<int32_t>(c.layers.size()); ++layer) {
+  const auto num_layers = static_cast<int32_t>(c.layers.size());
+  // The layers of which all rows are computed, and then the last one.
+  const int32_t num_whole = output != nullptr ? num_layers - 1 : num_layers;
+  for (int32_t layer = 0; layer < num_layers; ++layer) {
     const LayerWeights& lw = w.layers[layer];
     const bool has_input = layer == 0 && first_input != nullptr;
     if (!has_input) {
@@ -219,8 +232,14 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     }
     if (taps_layers) tap_layer(layer);
     capture_layer(ctx, taps.captures, layer, activations.residual, c.hidden);
-    attention(ctx, layer, has_input ? first_input : activations.normed, rows, groups, activations);
+    const void* const input = has_input ? first_input : activations.normed;
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
+    if (layer == num_whole) {
+      attention(ctx, layer, input, rows, groups, activations, output);
+      finish_rows(ctx, layer, attended, *output, activations);
+      return;
+    }
+    attention(ctx, layer, input, rows, groups, activations, /*output=*/nullptr);
     residual.join(&attended, {.norm = lw.mlp_norm, .y = activations.normed, .mix = lw.mlp_mix});
     last = {
         .norm = lw.mlp_post_norm, .scale = nullptr, .places = mlp(ctx, layer, rows, activations)};
@@ -237,6 +256,26 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
   } else {
     residual.join(&last, {.norm = last_tap != nullptr ? w.final_norm : nullptr, .y = last_tap});
   }
+}
+
+template <class Ctx>
+void Decoder::finish_rows(Ctx& ctx, int32_t layer, const Branch& attended, const OutputRows& output,
+                          const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const LayerWeights& lw = weights().layers[layer];
+  ctx.run(gather_rows, GatherRowsParams{.num_rows = output.rows.num_rows,
+                                        .max_rows = output.rows.capacity,
+                                        .row_index = output.row_index,
+                                        .x = activations.residual,
+                                        .y = output.residual,
+                                        .hidden = c.hidden});
+  Activations picked = activations;
+  picked.residual = output.residual;
+  const Residual<Ctx> residual(ctx, row_count(output.rows), c, picked);
+  residual.join(&attended, {.norm = lw.mlp_norm, .y = picked.normed, .mix = {}});
+  const Branch last = {
+      .norm = lw.mlp_post_norm, .scale = lw.scale, .places = mlp(ctx, layer, output.rows, picked)};
+  residual.join(&last, {});
 }
 
 template <class Ctx>
@@ -302,10 +341,11 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
   template void Decoder::spread_embeddings<Ctx>(Ctx&, const PassRows&, const Activations&, bool) \
       const;                                                                                     \
   template void Decoder::run_layers<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,  \
-                                         const Activations&, const void*, const HiddenTaps&)     \
-      const;                                                                                     \
+                                         const Activations&, const void*, const HiddenTaps&,     \
+                                         const OutputRows*) const;                               \
   template void Decoder::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,     \
-                                      const Activations&, const HiddenTaps&) const;              \
+                                      const Activations&, const HiddenTaps&, const OutputRows*)  \
+      const;                                                                                     \
   template void Decoder::capture_output<Ctx>(Ctx&, const PassRows&, const Activations&,          \
                                              std::span<const HiddenCapture>) const;              \
   template void Decoder::output_rows<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,         \

@@ -17,6 +17,7 @@
 #include "metadata/pass_rows.h"
 #include "model/activations.h"
 #include "model/model_impl.h"
+#include "ops/latent.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
 #include "wire/blocks.h"
@@ -46,11 +47,24 @@ struct HiddenTaps {
   std::span<const HiddenCapture> captures;
 };
 
+// The rows of a pass whose output is read: those that draw or whose logits are wanted. The last
+// layer computes keys and values of all rows, and everything behind them for these rows only. Their
+// output is row by row in `residual`, with the same bits.
+struct OutputRows {
+  PassRows rows;             // with metadata in `groups`, which the caller has built
+  const int32_t* row_index;  // [capacity] row of the pass, ascending
+  std::span<const GroupMetadata> groups;
+  void* qkv;        // [capacity, qkv of the last layer] dtype of the activations
+  float* residual;  // [capacity, residual_width]
+};
+
 // The weights of the target that a draft head shares.
 struct SharedWeights {
   const std::byte* embed = nullptr;
   Linear lm_head;
 };
+
+struct Branch;
 
 class Decoder {
  public:
@@ -70,10 +84,13 @@ class Decoder {
   [[nodiscard]] SharedWeights shareable_weights() const { return {embed_, lm_head_}; }
 
   // Token ids of `rows` -> residual stream (or streams) after the last layer, in
-  // activations.residual (before the final norm). `groups` is indexed by GroupId.
+  // activations.residual (before the final norm). `groups` is indexed by GroupId. `output`: the
+  // rows whose output is read, which is then in output->residual; null: all, and otherwise only
+  // where picks_output() and neither the taps nor the captures have the output of the last layer.
   template <class Ctx>
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
-               const Activations& activations, const HiddenTaps& taps = {}) const;
+               const Activations& activations, const HiddenTaps& taps = {},
+               const OutputRows* output = nullptr) const;
 
   // The parts of forward, for draft heads. embed_tokens: token ids -> activations.residual, or
   // activations.embedded with several residual streams. spread_embeddings, which does something
@@ -87,8 +104,8 @@ class Decoder {
                          bool adds) const;
   template <class Ctx>
   void run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
-                  const Activations& activations, const void* first_input,
-                  const HiddenTaps& taps) const;
+                  const Activations& activations, const void* first_input, const HiddenTaps& taps,
+                  const OutputRows* output) const;
 
   // Copies the output of the final norm for the captures that have it. Writes over
   // activations.residual (with several streams activations.embedded), and so comes after `logits`.
@@ -107,6 +124,9 @@ class Decoder {
               const int32_t* row_index, const Activations& activations, float* gathered,
               float* logits) const;
 
+  // Whether the last layer can compute some of the rows only.
+  [[nodiscard]] bool picks_output() const;
+
  private:
   // [rows, hidden] float32, where one vector a row goes.
   [[nodiscard]] float* single_residual(const Activations& activations) const {
@@ -117,18 +137,31 @@ class Decoder {
     const float* sin;
   };
 
-  // `input`: [rows, DecoderConfig::qkv_inputs].
+  // `input`: [rows, DecoderConfig::qkv_inputs]. `output`: the rows to attend from; null: all.
   template <class Ctx>
   void attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                 std::span<const GroupMetadata> groups, const Activations& activations) const;
+                 std::span<const GroupMetadata> groups, const Activations& activations,
+                 const OutputRows* output) const;
+  // The last layer's queries of the rows whose output is read -> output.qkv, `width` wide.
+  template <class Ctx>
+  void pick_queries(Ctx& ctx, const OutputRows& output, const Activations& activations,
+                    int32_t width) const;
   template <class Ctx>
   void multi_head_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                            std::span<const GroupMetadata> groups,
-                            const Activations& activations) const;
+                            std::span<const GroupMetadata> groups, const Activations& activations,
+                            const OutputRows* output) const;
+  template <class Ctx>
+  void attend(Ctx& ctx, int32_t layer, const PassRows& rows, std::span<const GroupMetadata> groups,
+              const Activations& activations) const;
+  [[nodiscard]] LatentRope latent_rope(const LatentAttention& attention,
+                                       const PassRows& rows) const;
   template <class Ctx>
   void latent_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                        std::span<const GroupMetadata> groups,
-                        const Activations& activations) const;
+                        std::span<const GroupMetadata> groups, const Activations& activations,
+                        const OutputRows* output) const;
+  template <class Ctx>
+  void attend_latents(Ctx& ctx, int32_t layer, const PassRows& rows,
+                      std::span<const GroupMetadata> groups, const Activations& activations) const;
   template <class Ctx>
   void compressed_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                             std::span<const GroupMetadata> groups,
@@ -146,6 +179,10 @@ class Decoder {
   [[nodiscard]] CombineExpertsParams mixture(Ctx& ctx, const MoeMlp& mlp,
                                              const MoeMlpWeights& weights, const PassRows& rows,
                                              const Activations& activations) const;
+  // What follows the attention of the last layer, of the rows whose output is read.
+  template <class Ctx>
+  void finish_rows(Ctx& ctx, int32_t layer, const Branch& attended, const OutputRows& output,
+                   const Activations& activations) const;
   // For models with per-layer inputs: the inputs of all layers, and the branch of one layer.
   template <class Ctx>
   void make_per_layer_inputs(Ctx& ctx, const PassRows& rows, const Activations& activations) const;

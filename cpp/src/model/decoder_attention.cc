@@ -17,13 +17,14 @@ namespace paceline {
 
 template <class Ctx>
 void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                        std::span<const GroupMetadata> groups,
-                        const Activations& activations) const {
+                        std::span<const GroupMetadata> groups, const Activations& activations,
+                        const OutputRows* output) const {
   std::visit(Overloaded{[&](const MultiHeadAttention&) {
-                          multi_head_attention(ctx, layer, input, rows, groups, activations);
+                          multi_head_attention(ctx, layer, input, rows, groups, activations,
+                                               output);
                         },
                         [&](const LatentAttention&) {
-                          latent_attention(ctx, layer, input, rows, groups, activations);
+                          latent_attention(ctx, layer, input, rows, groups, activations, output);
                         },
                         [&](const CompressedAttention&) {
                           compressed_attention(ctx, layer, input, rows, groups, activations);
@@ -32,9 +33,24 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
 }
 
 template <class Ctx>
+void Decoder::pick_queries(Ctx& ctx, const OutputRows& output, const Activations& activations,
+                           int32_t width) const {
+  ctx.run(copy_rows, CopyRowsParams{.num_rows = output.rows.num_rows,
+                                    .max_rows = output.rows.capacity,
+                                    .row_index = output.row_index,
+                                    .x = activations.qkv,
+                                    .x_stride = width,
+                                    .y = output.qkv,
+                                    .y_stride = width,
+                                    .width = width,
+                                    .x_dtype = activations.dtype,
+                                    .y_dtype = activations.dtype});
+}
+
+template <class Ctx>
 void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                                    std::span<const GroupMetadata> groups,
-                                   const Activations& activations) const {
+                                   const Activations& activations, const OutputRows* output) const {
   const DecoderConfig& c = config();
   const auto& a = std::get<MultiHeadAttention>(c.layers[layer].attention);
   const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
@@ -64,7 +80,21 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
                                                       .kv_inputs = kv_inputs(a),
                                                       .has_v_norm = a.has_v_norm,
                                                       .position_offset = rope_offset_});
-  const auto attend = [&](const int32_t* kv_begin, const int32_t* kv_end, const BlockTable& table) {
+  if (output == nullptr) return attend(ctx, layer, rows, groups, activations);
+  pick_queries(ctx, *output, activations, w.qkv.weight.n);
+  Activations picked = activations;
+  picked.qkv = output->qkv;
+  attend(ctx, layer, output->rows, output->groups, picked);
+}
+
+// Multi-head attention behind the keys and values of the rows.
+template <class Ctx>
+void Decoder::attend(Ctx& ctx, int32_t layer, const PassRows& rows,
+                     std::span<const GroupMetadata> groups, const Activations& activations) const {
+  const auto& a = std::get<MultiHeadAttention>(config().layers[layer].attention);
+  const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
+  const GroupMetadata& metadata = groups[group_of(layer)];
+  const auto paged = [&](const int32_t* kv_begin, const int32_t* kv_end, const BlockTable& table) {
     ctx.run(paged_attention, PagedAttentionParams{.num_rows = rows.num_rows,
                                                   .max_rows = rows.capacity,
                                                   .qkv = activations.qkv,
@@ -88,9 +118,9 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
                                                   .max_rows_per_seq = rows.max_rows_per_seq,
                                                   .kv_inputs = kv_inputs(a)});
   };
-  std::visit(Overloaded{[&](const FullMetadata& full) { attend(nullptr, full.kv_end, full.table); },
+  std::visit(Overloaded{[&](const FullMetadata& full) { paged(nullptr, full.kv_end, full.table); },
                         [&](const SlidingMetadata& sliding) {
-                          attend(sliding.kv_begin, sliding.kv_end, sliding.table);
+                          paged(sliding.kv_begin, sliding.kv_end, sliding.table);
                         },
                         [&](const WindowListMetadata& list) {
                           ctx.run(list_attention,
@@ -121,27 +151,25 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
            .y_dtype = activations.dtype});
 }
 
+LatentRope Decoder::latent_rope(const LatentAttention& a, const PassRows& rows) const {
+  return {.positions = rows.positions,
+          .cos = ropes_[a.rope].cos,
+          .sin = ropes_[a.rope].sin,
+          .position_offset = rope_offset_,
+          .is_interleaved = config().ropes[a.rope].is_interleaved};
+}
+
 template <class Ctx>
 void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                                std::span<const GroupMetadata> groups,
-                               const Activations& activations) const {
+                               const Activations& activations, const OutputRows* output) const {
   const DecoderConfig& c = config();
   const auto& a = std::get<LatentAttention>(c.layers[layer].attention);
   const auto& w = std::get<LatentAttentionWeights>(weights().layers[layer].attention);
   const auto* const metadata = std::get_if<FullMetadata>(&groups[group_of(layer)]);
   PACELINE_CHECK(metadata != nullptr, "a latent group has the metadata of a full one");
   const DType dtype = activations.dtype;
-  const LatentRope rope = {.positions = rows.positions,
-                           .cos = ropes_[a.rope].cos,
-                           .sin = ropes_[a.rope].sin,
-                           .position_offset = rope_offset_,
-                           .is_interleaved = c.ropes[a.rope].is_interleaved};
-  const LatentHeads heads = {.kv_b = w.kv_b.weight,
-                             .num_heads = a.num_qo_heads,
-                             .qk_nope_head_dim = a.qk_nope_head_dim,
-                             .v_head_dim = a.v_head_dim};
-  const bool has_q_a = a.q_lora_rank > 0;
-
+  const LatentRope rope = latent_rope(a, rows);
   project(ctx, row_count(rows), w.qkv_a,
           {.x = input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
   ctx.run(append_latents, AppendLatentsParams{.num_rows = rows.num_rows,
@@ -158,6 +186,30 @@ void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const
                                               .kv_lora_rank = a.kv_lora_rank,
                                               .qk_rope_head_dim = a.qk_rope_head_dim,
                                               .dtype = dtype});
+  if (output == nullptr) return attend_latents(ctx, layer, rows, groups, activations);
+  pick_queries(ctx, *output, activations, w.qkv_a.weight.n);
+  Activations picked = activations;
+  picked.qkv = output->qkv;
+  attend_latents(ctx, layer, output->rows, output->groups, picked);
+}
+
+// Latent attention behind the entries of the rows.
+template <class Ctx>
+void Decoder::attend_latents(Ctx& ctx, int32_t layer, const PassRows& rows,
+                             std::span<const GroupMetadata> groups,
+                             const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const auto& a = std::get<LatentAttention>(c.layers[layer].attention);
+  const auto& w = std::get<LatentAttentionWeights>(weights().layers[layer].attention);
+  const auto* const metadata = std::get_if<FullMetadata>(&groups[group_of(layer)]);
+  PACELINE_CHECK(metadata != nullptr, "a latent group has the metadata of a full one");
+  const DType dtype = activations.dtype;
+  const LatentRope rope = latent_rope(a, rows);
+  const LatentHeads heads = {.kv_b = w.kv_b.weight,
+                             .num_heads = a.num_qo_heads,
+                             .qk_nope_head_dim = a.qk_nope_head_dim,
+                             .v_head_dim = a.v_head_dim};
+  const bool has_q_a = a.q_lora_rank > 0;
   if (has_q_a) {
     project(ctx, row_count(rows), w.q_b,
             {.x = activations.qkv,
@@ -207,12 +259,12 @@ void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const
 }
 
 template void Decoder::attention<CpuContext>(CpuContext&, int32_t, const void*, const PassRows&,
-                                             std::span<const GroupMetadata>,
-                                             const Activations&) const;
+                                             std::span<const GroupMetadata>, const Activations&,
+                                             const OutputRows*) const;
 #ifdef PACELINE_CUDA
 template void Decoder::attention<CudaContext>(CudaContext&, int32_t, const void*, const PassRows&,
-                                              std::span<const GroupMetadata>,
-                                              const Activations&) const;
+                                              std::span<const GroupMetadata>, const Activations&,
+                                              const OutputRows*) const;
 #endif
 
 }  // namespace paceline

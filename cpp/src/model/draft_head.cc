@@ -202,7 +202,7 @@ void DraftHead::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMet
   }
   const bool has_input = is_eagle3 || !drafter().has_attn_norm;
   decoder_.run_layers(ctx, rows, groups, activations, has_input ? activations.normed : nullptr,
-                      /*taps=*/{});
+                      /*taps=*/{}, input.output);
 }
 
 template <class Ctx>

@@ -23,6 +23,8 @@ struct DraftHeadInput {
   const int32_t* hidden_rows = nullptr;
   // Draft step: the feedback of the previous step for each row [rows, feedback_width].
   const float* feedback = nullptr;
+  // The rows whose output is read; see Decoder::forward.
+  const OutputRows* output = nullptr;
 };
 
 // The outputs of a draft head for the rows that draw.

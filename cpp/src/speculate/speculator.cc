@@ -83,7 +83,7 @@ void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
                    std::span<const GroupMetadata> groups, const Activations& activations,
                    const DraftHeadInput& input) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
-    draft->decoder.forward(ctx, rows, groups, activations);
+    draft->decoder.forward(ctx, rows, groups, activations, /*taps=*/{}, input.output);
   } else if (const DraftHead* head = draft_head_of(speculator)) {
     head->forward(ctx, rows, groups, activations, input);
   }
