@@ -33,6 +33,7 @@ TEST(DefaultOptions, WorkForAFolderWithADrafter) {
     Executor executor(folder.target, folder.draft, options);
     const ExecutorOptions& seen = executor.options();
     EXPECT_EQ(seen.speculative.num_speculative_tokens, 3);
+    EXPECT_TRUE(executor.stats().is_adaptive);
     EXPECT_EQ(seen.max_model_len, 128);
     EXPECT_EQ(seen.max_num_batched_tokens, 2048);
     EXPECT_GT(seen.kv_cache_bytes, 0);

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,28 @@ from paceline.demo import find_demo
 PROMPT = list(range(5, 45))
 # Runs of a request until the choice is a good one; other work on the machine may delay it.
 RUNS = 20
+
+
+def test_the_default_depends_on_the_acceptance_method(
+    target_dir: Path, speculative_config: dict[str, Any]
+) -> None:
+    def is_adaptive(**changes: Any) -> bool:
+        config = {key: speculative_config[key] for key in ("model", "num_speculative_tokens")}
+        with LLM(target_dir, speculative_config=config | changes, max_num_seqs=2) as llm:
+            choice = llm.stats()["speculative_decoding"]["adaptive"]
+            assert llm.capabilities()["configured"]["adaptive"] == (choice is not None)
+            return choice is not None
+
+    assert is_adaptive()
+    assert not is_adaptive(x={"adaptive": False})
+    for method in ("standard", "block"):
+        assert not is_adaptive(rejection_sample_method=method)
+        assert is_adaptive(rejection_sample_method=method, x={"adaptive": True})
+    imposed = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+    assert not is_adaptive(**imposed)
+    custom = {"method": "custom", "drafter": lambda ids: ids[-1:], "num_speculative_tokens": 1}
+    with LLM(target_dir, speculative_config=custom, max_num_seqs=2) as llm:
+        assert llm.stats()["speculative_decoding"]["adaptive"] is None
 
 
 @pytest.mark.parametrize(("length", "good"), [(1.0, {0}), (5.0, {2, 4})])

@@ -154,7 +154,7 @@ def test_measured_acceptance_is_that_of_the_engine(
     argv = ["--model", f"demo={target},{head}", "--prompts-file", str(file), "--temperatures", "0"]
     assert bench(*argv, "--num-prompts", "4", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    config = {"model": str(head), "num_speculative_tokens": 3}
+    config = {"model": str(head), "num_speculative_tokens": 3, "x": {"adaptive": False}}
     with LLM(str(target), speculative_config=config, device="cpu") as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))
     metrics = [output.metrics.speculative_decoding for output in outputs]
