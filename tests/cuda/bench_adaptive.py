@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import time
@@ -85,6 +86,8 @@ def steady_tokens_per_s(run: Run) -> float:
         return sum(sum(request.num_tokens[1:]) for request in run.requests) / sum(spans)
     begin = max(request.token_times_s[0] for request in run.requests)
     end = min(request.token_times_s[-2] for request in run.requests)
+    if end <= begin:  # some request had ended before the last one began
+        return math.nan
     counts = [
         count
         for request in run.requests
@@ -130,6 +133,7 @@ def figures(run: Run, concurrency: int) -> dict[str, Any]:
 
 def median_ratio(ratios: list[float]) -> str:
     """The median, with the lowest and the highest."""
+    ratios = [ratio for ratio in ratios if not math.isnan(ratio)]
     if not ratios:
         return "-"
     return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
@@ -313,11 +317,11 @@ def main() -> None:
     turn = 0
     while all([pair.run(turn) for pair in pairs]):
         turn += 1
+    if args.json is not None:
+        args.json.write_text(json.dumps({pair.name: pair.as_dict() for pair in pairs}))
     for pair in pairs:
         for figure in ("whole", "decode", "steady"):
             pair.print_table(figure)
-    if args.json is not None:
-        args.json.write_text(json.dumps({pair.name: pair.as_dict() for pair in pairs}))
 
 
 if __name__ == "__main__":
