@@ -109,7 +109,7 @@ class LLM(RunningLLM):
                 max_num_seqs * (num_speculative_tokens + 1) if that is more.
             prefill_chunk_size: Largest number of prompt tokens of one request in one iteration.
                 None = limited by max_num_batched_tokens and, while other requests decode, so that
-                an iteration takes about 2.25 times as long as one without prompts, by measured
+                an iteration takes about 2.75 times as long as one without prompts, by measured
                 times.
             kv_cache_bytes: Size of the KV pool in bytes. None = enough for max_num_seqs sequences
                 of max_model_len tokens, but on the CPU at most a quarter of the memory that is free

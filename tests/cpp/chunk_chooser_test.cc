@@ -72,21 +72,21 @@ TEST(ChunkChooser, IterationsTakeAboutTwiceAsLong) {
   for (const double row_us : {0.5, 5.0, 15.0, 60.0}) {
     Device device{.rows_us = [row_us](int32_t rows) { return row_us * rows; }};
     device.warm_up(8);
-    EXPECT_NEAR(device.mean(8, 20), 2.25, 0.05) << row_us;
+    EXPECT_NEAR(device.mean(8, 20), 2.75, 0.05) << row_us;
   }
   // A GPU computes the first rows while it reads the weights.
   Device gpu{.rows_us = [](int32_t rows) { return std::max(500.0, 20.0 * rows - 4000); },
              .noise = 0.05};
   gpu.warm_up(8);
-  EXPECT_NEAR(gpu.mean(8, 100), 2.25, 0.15);
+  EXPECT_NEAR(gpu.mean(8, 100), 2.75, 0.15);
 }
 
 TEST(ChunkChooser, ReckonsWithTheSequencesThatDecode) {
   Device device{.decode_us = [](int32_t n) { return 4000 + 200 * n; }};
   device.warm_up(1);
   device.warm_up(32);
-  EXPECT_NEAR(device.mean(1, 1), 2.25, 0.1);
-  EXPECT_NEAR(device.mean(32, 1), 2.25, 0.1);
+  EXPECT_NEAR(device.mean(1, 1), 2.75, 0.1);
+  EXPECT_NEAR(device.mean(32, 1), 2.75, 0.1);
   // From the nearest number that has been measured.
   EXPECT_NEAR(device.chooser.choose(16), device.chooser.choose(32), 1);
 }
@@ -97,10 +97,10 @@ TEST(ChunkChooser, FollowsThePrompt) {
   // The end of a long prompt: attention makes each row dearer.
   device.rows_us = [](int32_t rows) { return 60.0 * rows; };
   device.mean(8, 12);
-  EXPECT_NEAR(device.mean(8, 1), 2.25, 0.15);
+  EXPECT_NEAR(device.mean(8, 1), 2.75, 0.15);
   device.rows_us = [](int32_t rows) { return 15.0 * rows; };
   device.mean(8, 12);
-  EXPECT_NEAR(device.mean(8, 1), 2.25, 0.15);
+  EXPECT_NEAR(device.mean(8, 1), 2.75, 0.15);
 }
 
 TEST(ChunkChooser, ShortPromptsSayNothing) {
@@ -117,7 +117,7 @@ TEST(ChunkChooser, LearnsFromRowsThatAreTooSlow) {
   device.warm_up(8);
   device.rows_us = [](int32_t rows) { return 60.0 * rows; };
   for (int32_t i = 0; i < 60; ++i) device.run(8, 2048);
-  EXPECT_NEAR(device.run(8, 2048), 2.25, 0.15);
+  EXPECT_NEAR(device.run(8, 2048), 2.75, 0.15);
 }
 
 TEST(ChunkChooser, StarvesNoPrompt) {
@@ -136,8 +136,10 @@ TEST(ChunkChooser, OneSlowIterationChangesLittle) {
   EXPECT_GT(device.chooser.choose(8), 0.7 * before);
 }
 
-// The iterations that compute six prompts of 250 tokens, which arrive while sequences decode.
-int64_t num_iterations(const ExecutorOptions& options, int32_t num_decoding) {
+// The iterations that compute these prompts of 1,500 tokens in all, which arrive while sequences
+// decode.
+int64_t num_iterations(const ExecutorOptions& options, int32_t num_decoding,
+                       int32_t num_prompts = 3) {
   const auto model = testing::tiny_model(testing::TinyModel{}, 3);
   Executor executor(model, model, options);
   for (int32_t i = 0; i < num_decoding; ++i) {
@@ -147,8 +149,9 @@ int64_t num_iterations(const ExecutorOptions& options, int32_t num_decoding) {
     }
   }
   executor.reset_stats();
-  const Request request = {.prompt = std::vector<int32_t>(250, 5), .sampling = {.max_tokens = 1}};
-  const auto ids = executor.add_requests(std::vector<Request>(6, request));
+  const Request request = {.prompt = std::vector<int32_t>(1500 / num_prompts, 5),
+                           .sampling = {.max_tokens = 1}};
+  const auto ids = executor.add_requests(std::vector<Request>(num_prompts, request));
   std::set<RequestId> left(ids->begin(), ids->end());
   while (!left.empty()) {
     for (const RequestEvent& event : executor.poll(100)) left.erase(event.id);
@@ -166,15 +169,15 @@ TEST(ChunkChooser, CutsPromptsWhileOthersDecode) {
   options.max_num_batched_tokens = 2048;
   options.kv_cache_bytes = 64 << 20;
   EXPECT_EQ(num_iterations(options, 0), 1);
-  EXPECT_GE(num_iterations(options, 3), 3);  // the first two before a time is known
-  EXPECT_EQ(num_iterations(options, 2), 1);  // many more wait
+  EXPECT_GE(num_iterations(options, 3), 3);     // the first two before a time is known
+  EXPECT_EQ(num_iterations(options, 3, 8), 1);  // many wait
   options.prefill_chunk_size = 2048;
   EXPECT_EQ(num_iterations(options, 3), 1);
   // Where tokens may depend on chunks, those do not depend on times.
   options.prefill_chunk_size = 0;
   for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
     options.speculative.accept_method = method;
-    EXPECT_EQ(num_iterations(options, 3), 3);
+    EXPECT_EQ(num_iterations(options, 3), 4);
   }
 }
 

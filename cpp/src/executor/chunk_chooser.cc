@@ -8,7 +8,7 @@ namespace paceline {
 namespace {
 
 // An iteration with prompt rows may take this many times as long as one without.
-constexpr double kMostTimes = 2.25;
+constexpr double kMostTimes = 2.75;
 // How much the newest time counts in a mean.
 constexpr double kNewest = 0.3;
 // The time of a row is at most multiplied or divided by this at once.

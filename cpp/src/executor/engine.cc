@@ -45,8 +45,9 @@ constexpr int32_t kMostExploredCatchUp = 128;
 constexpr int32_t kFewestRows = 128;
 constexpr int32_t kFewestRowsCpu = 16;
 
-// Prompts are not limited while so many more sequences prefill or wait than decode.
-constexpr int32_t kManyMore = 4;
+// Prompts are not limited while so many sequences wait for their first token, since whole chunks
+// are computed faster: the engine keeps up with as many requests as without limits.
+constexpr int32_t kManyPrompts = 8;
 
 // Whether the options exclude tokens, so that no token may be left.
 bool excludes_tokens(const Sequence& sequence) {
@@ -248,9 +249,7 @@ void Engine::choose_prompt_rows(IterationPlan& plan) {
   }
   const int32_t num_decoding = scheduler_.num_decoding();
   const int32_t num_others = scheduler_.num_running() + scheduler_.num_waiting() - num_decoding;
-  // Where many more sequences wait for their first token than for their next, whole chunks help
-  // more.
-  if (num_decoding == 0 || num_others >= num_decoding + kManyMore) return;
+  if (num_decoding == 0 || num_others >= kManyPrompts) return;
   if (options_.prompt_rows == PromptRows::kFixed) {
     plan.max_prompt_rows = ChunkChooser::kFirstRows;
   } else if (options_.prompt_rows == PromptRows::kMeasured) {

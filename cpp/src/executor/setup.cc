@@ -56,8 +56,8 @@ std::vector<int32_t> draft_lengths(const ExecutorOptions& o) {
 // positions that have left its windows.
 constexpr int32_t kMaxMissedWithWindows = 64;
 
-// On a GPU, products of many rows compute multiples of this (gemm/gemm_planner.h).
-constexpr int32_t kRowStep = 256;
+// On a GPU, products of many rows are made of tiles of as many.
+constexpr int32_t kRowStep = 128;
 
 bool has_windows(const Model& target, const Model* draft) {
   if (draft == nullptr) return false;
