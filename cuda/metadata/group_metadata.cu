@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   const int32_t row = static_cast<int32_t>(thread_index());
   int32_t position;
   const int32_t seq_slot = row_to_build(p.rows, p.padded_rows, row, position);
-  if (seq_slot != kNotMade) build_row(p.metadata, row, seq_slot, position);
+  if (seq_slot != kNotMade) build_row(p.rows, p.metadata, row, seq_slot, position);
 }
 
 // One warp per row.

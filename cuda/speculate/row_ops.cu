@@ -66,6 +66,28 @@ __global__ void __launch_bounds__(kMaxStepThreads)
 }
 
 __global__ void __launch_bounds__(kStoreThreads)
+    assemble_block_rows_kernel(const __grid_constant__ AssembleBlockRowsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x * kStoreThreads + threadIdx.x);
+  if (i == 0) {
+    *p.rows.num_rows = p.inputs.counts->num_drafting * p.rows_per_seq;
+    *p.num_predicting = p.num_drafts * p.num_seqs;
+    p.row_indptr[0] = 0;
+  }
+  if (i < p.num_seqs) assemble_block_sequence(p, i);
+}
+
+__global__ void __launch_bounds__(kStoreThreads)
+    store_block_drafts_kernel(const __grid_constant__ StoreBlockDraftsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x * kStoreThreads + threadIdx.x);
+  if (i == 0) set_keep_drafting(p.stop, false);
+  if (i < p.inputs.counts->num_drafting) store_block_sequence(p, i);
+}
+
+__global__ void __launch_bounds__(kStoreThreads)
     store_draft_kernel(const __grid_constant__ StoreDraftParams p) {
   let_successor_start();
   wait_for_predecessor();
@@ -136,6 +158,18 @@ void keep_hidden(CudaContext& ctx, const KeepHiddenParams& p) {
   cuda::launch(ctx, "keep_hidden", cuda::keep_hidden_kernel,
                dim3(cuda::kKeepBlocks, static_cast<unsigned>(std::max(p.max_seqs, 1))),
                dim3(cuda::kKeepThreads), 0, p);
+}
+
+void assemble_block_rows(CudaContext& ctx, const AssembleBlockRowsParams& p) {
+  const int32_t num_blocks = (p.num_seqs + cuda::kStoreThreads - 1) / cuda::kStoreThreads;
+  cuda::launch(ctx, "assemble_block_rows", cuda::assemble_block_rows_kernel,
+               dim3(static_cast<unsigned>(num_blocks)), dim3(cuda::kStoreThreads), 0, p);
+}
+
+void store_block_drafts(CudaContext& ctx, const StoreBlockDraftsParams& p) {
+  const int32_t num_blocks = (p.num_seqs + cuda::kStoreThreads - 1) / cuda::kStoreThreads;
+  cuda::launch(ctx, "store_block_drafts", cuda::store_block_drafts_kernel,
+               dim3(static_cast<unsigned>(num_blocks)), dim3(cuda::kStoreThreads), 0, p);
 }
 
 void store_draft(CudaContext& ctx, const StoreDraftParams& p) {

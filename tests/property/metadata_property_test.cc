@@ -290,7 +290,7 @@ TEST(Metadata, EntriesAreVisibleOnceTheirLastTokenIs) {
       EXPECT_EQ(slot, completes ? block * block_size + last % block_size : 0);
     };
     for (int32_t start = 0; start < 3 * ratio; ++start) {
-      build_row(metadata, 0, 0, start);
+      build_row(PassRows{}, metadata, 0, 0, start);
       check(start);
       int32_t num_rows = 1, token = 5, position = start, seq_slot = 0, drawn = 5, limit = 500;
       int32_t step = 0;

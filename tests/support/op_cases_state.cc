@@ -190,6 +190,61 @@ OpInstance make_draft_steps(World world, const StateSpec& s) {
   return op;
 }
 
+// The ops around the pass over blocks, on random draws.
+OpInstance make_draft_blocks(World world, const StateSpec& s) {
+  const int32_t k = s.num_draft_tokens;
+  const int32_t num_seqs = s.max_seqs;
+  const bool from_anchor = s.drafted_by == DraftedBy::kHead;
+  const int32_t rows_per_seq = from_anchor ? k : k + 1;
+  const int32_t capacity = num_seqs * rows_per_seq;
+  const Handle indptr = world.poison("block_indptr", num_seqs + 1);
+  const auto rows = world.unwritten_rows(capacity, indptr, rows_per_seq);
+  const Handle first = world.poison("block_first", capacity);
+  const Handle last = world.poison("block_last", capacity);
+  const Handle predicting = world.poison("predicting_rows", k * num_seqs);
+  const Handle num_predicting = world.poison("num_predicting", 1);
+  const Handle newest = world.poison("newest_tokens", num_seqs);
+  const Handle keeps = world.poison("keep_drafting", 1);
+  const auto metadata = world.metadata(capacity);
+  const Handle drawn = world.drawn("drawn", k);
+  const Handle probabilities = s.stops_early ? world.probabilities(k) : kNoArray;
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    PassRows block_rows = rows.at(at);
+    block_rows.block_first = at.get<int32_t>(first);
+    block_rows.block_last = at.get<int32_t>(last);
+    assemble_block_rows(ctx,
+                        AssembleBlockRowsParams{.inputs = world.inputs(at),
+                                                .sequences = world.sequences(at),
+                                                .rows = block_rows,
+                                                .row_indptr = at.get<int32_t>(indptr),
+                                                .predicting_rows = at.get<int32_t>(predicting),
+                                                .num_predicting = at.get<int32_t>(num_predicting),
+                                                .newest_tokens = at.get<int32_t>(newest),
+                                                .num_seqs = num_seqs,
+                                                .num_drafts = k,
+                                                .rows_per_seq = rows_per_seq,
+                                                .mask_token = 3,
+                                                .first_predicting_row = from_anchor ? 0 : 1});
+    const std::vector<GroupMetadata> groups = metadata.at(at);
+    FullMetadata full = std::get<FullMetadata>(groups[0]);
+    SlidingMetadata sliding = std::get<SlidingMetadata>(groups[1]);
+    full.block.sees_all = true;
+    sliding.block = {.sees_all = from_anchor, .is_anchored = !s.stops_early};
+    build_all(ctx, block_rows, {full, sliding}, capacity);
+    store_block_drafts(
+        ctx, StoreBlockDraftsParams{.inputs = world.inputs(at),
+                                    .sequences = world.sequences(at),
+                                    .drawn = at.get<int32_t>(drawn),
+                                    .stop = {.probabilities = at.get<float>(probabilities),
+                                             .threshold = 0.2f,
+                                             .keep_drafting = at.get<int32_t>(keeps)},
+                                    .num_seqs = num_seqs,
+                                    .num_drafts = k});
+  });
+  return op;
+}
+
 }  // namespace
 
 OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
@@ -208,6 +263,8 @@ OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
       return make_metadata(std::move(world), spec);
     case StateOp::kDraftSteps:
       return make_draft_steps(std::move(world), spec);
+    case StateOp::kDraftBlocks:
+      return make_draft_blocks(std::move(world), spec);
     case StateOp::kProposeNgram:
       return make_ngram(world, spec);
     case StateOp::kCountTokens:
@@ -227,21 +284,29 @@ std::vector<OpCase> state_op_cases() {
                   {DraftedBy::kHead, false, "_head"},
                   {DraftedBy::kFixed, false, "_fixed"},
                   {DraftedBy::kFixed, true, "_fixed_stops"}};
-  for (const StateOp op :
-       {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows, StateOp::kAccept,
-        StateOp::kAcceptSynthetic, StateOp::kAcceptJudged, StateOp::kBuildMetadata,
-        StateOp::kDraftSteps, StateOp::kProposeNgram, StateOp::kCountTokens}) {
-    const char* const names[] = {"assemble_verify_rows", "assemble_first_rows", "accept",
-                                 "accept_synthetic",     "accept_judged",       "build_metadata",
-                                 "draft_steps",          "propose_ngram",       "counts"};
+  for (const StateOp op : {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows,
+                           StateOp::kAccept, StateOp::kAcceptSynthetic, StateOp::kAcceptJudged,
+                           StateOp::kBuildMetadata, StateOp::kDraftSteps, StateOp::kDraftBlocks,
+                           StateOp::kProposeNgram, StateOp::kCountTokens}) {
+    const char* const names[] = {"assemble_verify_rows",
+                                 "assemble_first_rows",
+                                 "accept",
+                                 "accept_synthetic",
+                                 "accept_judged",
+                                 "build_metadata",
+                                 "draft_steps",
+                                 "draft_blocks",
+                                 "propose_ngram",
+                                 "counts"};
     const StateSpec specs[] = {{1, 0, 1, 16},      {1, 1, 1, 16},   {12, 12, 4, 16},
                                {64, 40, 3, 24},    {64, 64, 16, 1}, {300, 300, 7, 256},
                                {1024, 1000, 2, 16}};
     for (StateSpec spec : specs) {
       for (const auto& [drafted_by, stops_early, suffix] : variants) {
         const bool is_plain = drafted_by == DraftedBy::kModel && !stops_early;
-        const bool has_variant =
-            op == StateOp::kDraftSteps || (op == StateOp::kAssembleFirstRows && !stops_early);
+        const bool has_variant = op == StateOp::kDraftSteps ||
+                                 (op == StateOp::kAssembleFirstRows && !stops_early) ||
+                                 (op == StateOp::kDraftBlocks && drafted_by != DraftedBy::kFixed);
         if (!is_plain && !has_variant) continue;
         spec.drafted_by = drafted_by;
         spec.stops_early = stops_early;

@@ -169,17 +169,18 @@ class World {
     return m;
   }
 
-  // A random token for each sequence of the batch; some are -2, which draw may return.
-  Handle drawn(const char* name) {
-    std::vector<int32_t> tokens(static_cast<size_t>(s_.max_seqs));
+  // `count` random tokens for each sequence of the batch; some are -2, which draw may return.
+  Handle drawn(const char* name, int32_t count = 1) {
+    std::vector<int32_t> tokens(static_cast<size_t>(count) * static_cast<size_t>(s_.max_seqs));
     for (int32_t& token : tokens) token = stream_.one_in(20) ? -2 : any_token();
     return ints(name, tokens);
   }
-  Handle probabilities() {
-    std::vector<float> values(static_cast<size_t>(s_.max_seqs));
+  Handle probabilities(int32_t count = 1) {
+    const int32_t size = count * s_.max_seqs;
+    std::vector<float> values(static_cast<size_t>(size));
     for (float& value : values) value = static_cast<float>(stream_.below(1000)) * 1e-3f;
     return op.add(
-        float_array("probabilities", Element::kF32, Element::kF32, s_.max_seqs,
+        float_array("probabilities", Element::kF32, Element::kF32, size,
                     [values](float* to) { std::copy(values.begin(), values.end(), to); }));
   }
   // The number of accepted drafts of each sequence of the batch, at random.

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/overloaded.h"
+#include "model/layer_ops.h"
 #include "model/visit_weights.h"
 
 namespace paceline {
@@ -57,9 +58,22 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};
     for_each_linear(decoder.config(), weights, Overloaded{add_linear, skip});
   };
+  // The context of a block drafter has keys and values alone.
+  const auto add_keys_and_values = [&](const Decoder& decoder, int32_t max_rows) {
+    for (size_t i = 0; i < decoder.config().layers.size(); ++i) {
+      const auto& own = std::get<MultiHeadAttentionWeights>(decoder.weights().layers[i].attention);
+      const Linear kv = key_value_rows(
+          own.qkv, std::get<MultiHeadAttention>(decoder.config().layers[i].attention));
+      if (kv.weight.dtype == DType::kBFloat16) add(kv.weight, max_rows, DType::kBFloat16);
+    }
+  };
   add_all(target, shape.max_verify_rows, shape.max_logit_rows);
   if (drafter != nullptr) {
-    add_all(*drafter, shape.max_verify_rows + shape.max_seqs, shape.max_seqs);
+    const std::optional<DrafterConfig>& config = drafter->config().drafter;
+    const bool drafts_in_blocks = config && config->kind == DrafterKind::kBlock;
+    add_all(*drafter, shape.max_verify_rows + shape.max_seqs,
+            drafts_in_blocks ? shape.max_seqs * shape.num_draft_tokens : shape.max_seqs);
+    if (drafts_in_blocks) add_keys_and_values(*drafter, shape.max_verify_rows + shape.max_seqs);
   }
   for (const Products& p : all) {
     planner.admit(ctx, p.max_rows, p.weights, p.n, p.k, p.y_dtype);

@@ -35,6 +35,17 @@ void check_ngram(const SpeculativeOptions& s, const Model* draft) {
   }
 }
 
+void check_block(const ExecutorOptions& o, const DecoderConfig& draft) {
+  if (!draft.drafter || draft.drafter->kind != DrafterKind::kBlock) return;
+  const BlockConfig& block = draft.drafter->block;
+  const int32_t k = o.speculative.num_speculative_tokens;
+  if (k > block.max_drafts()) {
+    throw InvalidArgument(concat("num_speculative_tokens is ", k, " and the drafter ", draft.name,
+                                 " was trained for blocks of ", block.size,
+                                 " tokens; allowed: 1 to ", block.max_drafts()));
+  }
+}
+
 void check_host_drafter(const ExecutorOptions& o, const Model* draft) {
   const SpeculativeOptions& s = o.speculative;
   if (s.host_drafter == nullptr) return;
@@ -195,7 +206,10 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  " is a draft head; give the model that it was trained for as the "
                                  "target, and the draft head as the drafter"));
   }
-  if (draft != nullptr) check_drafter(*draft, target);
+  if (draft != nullptr) {
+    check_drafter(*draft, target);
+    check_block(o, draft->config);
+  }
   if (s.draft_position != DraftPosition::kLast) {
     const SpecTraits traits =
         traits_for(draft != nullptr ? &draft->config : nullptr, model_free_options(s));

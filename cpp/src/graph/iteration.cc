@@ -50,7 +50,8 @@ bool Iteration::has_draft_passes() const {
 }
 
 int32_t Iteration::num_draft_steps(int32_t num_drafts) const {
-  return has_draft_passes() ? std::max(num_drafts - 1, 0) : 0;
+  const bool has_steps = has_draft_passes() && !traits_of(speculator_).drafts_in_blocks;
+  return has_steps ? std::max(num_drafts - 1, 0) : 0;
 }
 
 bool Iteration::is_drafted_from(size_t group) const {
@@ -58,47 +59,47 @@ bool Iteration::is_drafted_from(size_t group) const {
 }
 
 template <class Ctx>
-void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32_t* num_rows,
-                            const int32_t* row_index, const PassRows& rows,
-                            const int32_t* steps) const {
+void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent,
+                            const DraftDraws& draws) const {
   const IterationBuffers& b = buffers_;
   const int32_t num_logits = decoder_of(speculator_)->config().num_logits();
   const int32_t target_vocab = target_.config().vocab_size;
   const TokenMap map = token_map(speculator_, b.draft_output);
-  const SpecTraits traits = traits_of(speculator_);
   // The two vocabularies may differ in padding rows. A token that only one has is never drafted.
   const int32_t vocab_limit =
       map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits);
   if (extent.has_logit_work) {
     // The target's logits are cut in the same way, so the target would seldom draw other tokens.
-    ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = num_rows,
-                                                  .max_rows = extent.num_drafting,
-                                                  .logits = b.logits,
+    ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = draws.num_rows,
+                                                  .max_rows = draws.max_rows,
+                                                  .logits = draws.logits,
                                                   .logits_stride = num_logits,
                                                   .vocab_limit = vocab_limit,
-                                                  .row_index = row_index,
-                                                  .seq_slot = rows.seq_slot,
+                                                  .row_index = draws.row_index,
+                                                  .seq_slot = draws.rows.seq_slot,
                                                   .temperatures = b.sequences.temperature,
                                                   .sampling = b.sampling});
   }
-  DrawParams params{.num_rows = num_rows,
-                    .max_rows = extent.num_drafting,
-                    .logits = b.logits,
+  DrawParams params{.num_rows = draws.num_rows,
+                    .max_rows = draws.max_rows,
+                    .logits = draws.logits,
                     .logits_stride = num_logits,
                     .vocab_limit = vocab_limit,
-                    .row_index = row_index,
-                    .seq_slot = rows.seq_slot,
-                    .positions = rows.positions,
+                    .row_index = draws.row_index,
+                    .seq_slot = draws.rows.seq_slot,
+                    .positions = draws.rows.positions,
                     .seeds = b.sequences.seed,
                     .temperatures = b.sequences.temperature,
-                    .tokens = b.drawn,
-                    .probabilities = b.draft_stop.probabilities,
-                    .draw_ahead = traits.draw_ahead,
+                    .tokens = draws.tokens,
+                    .probabilities = draws.probabilities,
+                    .draw_ahead = draws.draw_ahead,
                     .token_map = map.tokens,
                     .token_limit = target_vocab,
                     .token_map_stride = map.stride,
-                    .steps_ahead = traits.advances_positions ? nullptr : steps};
-  if (b.rejection.is_used()) params = propose_draft(ctx, b.rejection, b.sequences, params, steps);
+                    .steps_ahead = draws.adds_steps ? draws.steps : nullptr};
+  if (b.rejection.is_used()) {
+    params = propose_draft(ctx, b.rejection, b.sequences, params, draws.steps);
+  }
   ctx.run(draw, params);
 }
 
@@ -341,6 +342,11 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
                                       .y_dtype = b.activations.dtype});
     input = {.target_hidden = b.gathered_hidden};
   }
+  if (const BlockDrafter* drafter = block_drafter_of(speculator_)) {
+    drafter->write_context(ctx, rows, b.first_metadata, b.activations, input.target_hidden);
+    if (extent.num_drafting > 0) draft_blocks(ctx, extent, *drafter);
+    return;
+  }
   std::optional<OutputRows> output;
   // Decode iterations have few such rows.
   const bool has_prompts =
@@ -359,8 +365,17 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
   draft_logits(ctx, speculator_, &b.staged.counts->num_drafting, extent.num_drafting,
                output.has_value() ? b.output.identity : b.first_last_row,
                with_output(b.activations, output), b.draft_output);
-  draw_drafts(ctx, extent, &b.staged.counts->num_drafting, b.first_last_row, rows,
-              /*steps=*/nullptr);
+  draw_drafts(ctx, extent,
+              {.num_rows = &b.staged.counts->num_drafting,
+               .max_rows = extent.num_drafting,
+               .row_index = b.first_last_row,
+               .rows = rows,
+               .logits = b.logits,
+               .tokens = b.drawn,
+               .probabilities = b.draft_stop.probabilities,
+               .draw_ahead = traits.draw_ahead,
+               .steps = nullptr,
+               .adds_steps = false});
   ctx.run(begin_draft_steps,
           BeginDraftStepsParams{.inputs = b.staged,
                                 .sequences = b.sequences,
@@ -378,6 +393,75 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
 }
 
 template <class Ctx>
+void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
+                             const BlockDrafter& drafter) const {
+  const IterationBuffers& b = buffers_;
+  const BlockBuffers& blocks = b.blocks;
+  const BlockConfig& config = drafter.block();
+  const int32_t num_drafts = extent.num_drafts;
+  const int32_t num_seqs = extent.num_drafting;
+  const int32_t rows_per_seq = config.num_rows(num_drafts);
+  const PassRows rows = with_extent(blocks.rows, num_seqs * rows_per_seq, num_seqs, rows_per_seq);
+  int32_t* const drawn = blocks.tokens + num_seqs;  // behind the newest tokens
+  ctx.run(assemble_block_rows,
+          AssembleBlockRowsParams{.inputs = b.staged,
+                                  .sequences = b.sequences,
+                                  .rows = rows,
+                                  .row_indptr = blocks.row_indptr,
+                                  .predicting_rows = blocks.predicting_rows,
+                                  .num_predicting = blocks.num_predicting,
+                                  .newest_tokens = blocks.tokens,
+                                  .num_seqs = num_seqs,
+                                  .num_drafts = num_drafts,
+                                  .rows_per_seq = rows_per_seq,
+                                  .mask_token = config.mask_token,
+                                  .first_predicting_row = config.first_predicting_row()});
+  for (size_t g = 0; g < layout_.groups.size(); ++g) {
+    if (is_drafted_from(g)) build(ctx, rows, blocks.metadata[g], rows.capacity);
+  }
+  drafter.forward(ctx, rows, blocks.metadata, b.activations);
+  drafter.logits(ctx, blocks.num_predicting, num_drafts * num_seqs, blocks.predicting_rows,
+                 b.activations, b.gathered, b.logits);
+  // Draft `first` and those behind it, `count` in all.
+  const auto draw = [&](int32_t first, int32_t count, const int32_t* num_rows) {
+    const int32_t at = first * num_seqs;
+    const int64_t num_logits = drafter.config().num_logits();
+    draw_drafts(
+        ctx, extent,
+        {.num_rows = num_rows,
+         .max_rows = count * num_seqs,
+         .row_index = blocks.predicting_rows + at,
+         .rows = rows,
+         .logits = b.logits + at * num_logits,
+         .tokens = drawn + at,
+         .probabilities =
+             b.draft_stop.probabilities != nullptr ? b.draft_stop.probabilities + at : nullptr,
+         .draw_ahead = config.samples_from_anchor ? 1 : 0,
+         .steps = b.identity + first,
+         .adds_steps = false});
+  };
+  const bool is_chain = config.markov != MarkovHead::kNone;
+  if (!is_chain && !b.rejection.is_used()) {
+    draw(0, num_drafts, blocks.num_predicting);
+  } else {
+    // The proposals of a window are stored draft by draft.
+    for (int32_t j = 0; j < num_drafts; ++j) {
+      const int32_t* const num_rows = &b.staged.counts->num_drafting;
+      drafter.add_markov(ctx, num_rows, num_seqs, blocks.tokens + j * num_seqs, b.activations,
+                         blocks.markov_bias,
+                         b.logits + int64_t{j} * num_seqs * drafter.config().num_logits());
+      draw(j, 1, num_rows);
+    }
+  }
+  ctx.run(store_block_drafts, StoreBlockDraftsParams{.inputs = b.staged,
+                                                     .sequences = b.sequences,
+                                                     .drawn = drawn,
+                                                     .stop = b.draft_stop,
+                                                     .num_seqs = num_seqs,
+                                                     .num_drafts = num_drafts});
+}
+
+template <class Ctx>
 void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   if (!has_draft_passes()) return;
@@ -388,7 +472,17 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
                 {.feedback = traits.feeds_hidden_back ? b.draft_output.feedback : nullptr});
   draft_logits(ctx, speculator_, rows.num_rows, rows.capacity, b.identity, b.activations,
                b.draft_output);
-  draw_drafts(ctx, extent, rows.num_rows, b.identity, rows, b.current_draft_step);
+  draw_drafts(ctx, extent,
+              {.num_rows = rows.num_rows,
+               .max_rows = rows.capacity,
+               .row_index = b.identity,
+               .rows = rows,
+               .logits = b.logits,
+               .tokens = b.drawn,
+               .probabilities = b.draft_stop.probabilities,
+               .draw_ahead = traits.draw_ahead,
+               .steps = b.current_draft_step,
+               .adds_steps = !traits.advances_positions});
   ctx.run(store_draft, StoreDraftParams{.current_draft_step = b.current_draft_step,
                                         .rows = rows,
                                         .sequences = b.sequences,

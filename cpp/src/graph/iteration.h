@@ -49,6 +49,18 @@ struct OutputBuffers {
   float* residual = nullptr;            // [capacity, the widest residual]
 };
 
+// The pass of a block drafter over its blocks.
+struct BlockBuffers {
+  PassRows rows{};
+  int32_t* row_indptr = nullptr;        // [max_seqs + 1] that of `rows`
+  std::vector<GroupMetadata> metadata;  // by GroupId
+  int32_t* predicting_rows = nullptr;   // [max_seqs * k] see AssembleBlockRowsParams
+  int32_t* num_predicting = nullptr;    // [1]
+  // [max_seqs * (k + 1)] the newest token of each sequence, then the draws of each draft
+  int32_t* tokens = nullptr;
+  float* markov_bias = nullptr;  // [max_seqs, num_logits]; null without a Markov head
+};
+
 // All device memory of an iteration except weights and rotary tables.
 struct IterationBuffers {
   std::byte* kv_pool = nullptr;  // IterationRunner owns it and sets this pointer
@@ -83,6 +95,7 @@ struct IterationBuffers {
   KeptHidden kept_hidden{};         // in target_hidden
   void* gathered_hidden = nullptr;  // [first rows, width] the rows of hidden_rows, with kept_hidden
   DraftHeadOutput draft_output{};   // [max_seqs] rows: the drafter's newest output
+  BlockBuffers blocks{};            // of a drafter that drafts in blocks, otherwise empty
   RejectionBuffers rejection{};     // for `standard` and `block` acceptance, otherwise empty
   SequenceResult* results = nullptr;  // [max_seqs]
   LogprobBuffers logprobs{};
@@ -188,11 +201,26 @@ class Iteration {
   void keep_hidden_states(Ctx& ctx, const IterationExtent& extent) const;
   // Whether the drafter's passes read KV of `group`.
   [[nodiscard]] bool is_drafted_from(size_t group) const;
-  // Draws one draft for each row that `row_index` picks from a pass of the drafter. `steps` [1]:
-  // number of draft steps so far; null in the first pass.
+  // Rows of a pass of the drafter that draw one draft each.
+  struct DraftDraws {
+    const int32_t* num_rows;  // [1]
+    int32_t max_rows;
+    const int32_t* row_index;  // [max_rows] rows of `rows`
+    const PassRows& rows;
+    float* logits;         // [max_rows, num_logits]
+    int32_t* tokens;       // [max_rows]
+    float* probabilities;  // [max_rows], or null
+    int32_t draw_ahead;
+    // [1] drafts of the window so far; null: 0. With adds_steps the drawn token's position is as
+    // many higher.
+    const int32_t* steps;
+    bool adds_steps;
+  };
   template <class Ctx>
-  void draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32_t* num_rows,
-                   const int32_t* row_index, const PassRows& rows, const int32_t* steps) const;
+  void draw_drafts(Ctx& ctx, const IterationExtent& extent, const DraftDraws& draws) const;
+  // The pass over blocks: all drafts of the drafting sequences.
+  template <class Ctx>
+  void draft_blocks(Ctx& ctx, const IterationExtent& extent, const BlockDrafter& drafter) const;
 
   IterationOptions options_;
   const KvLayout& layout_;

@@ -119,6 +119,48 @@ SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int
           .vocab_size = vocab_size};
 }
 
+// Gives the metadata of blocks the rules of their layers.
+GroupMetadata with_block(GroupMetadata metadata, const BlockConfig& block) {
+  std::visit(Overloaded{[&](FullMetadata& full) { full.block.sees_all = !block.full.is_causal; },
+                        [&](SlidingMetadata& sliding) {
+                          sliding.block = {.sees_all = !block.sliding.is_causal,
+                                           .is_anchored = block.sliding.is_anchored};
+                        },
+                        [](WindowListMetadata&) {}, [](CompressedMetadata&) {}},
+             metadata);
+  return metadata;
+}
+
+BlockBuffers allocate_blocks(DeviceArena& arena, const IterationOptions& options,
+                             const KvLayout& layout, std::span<const BlockTable> tables,
+                             const int32_t* num_drafting, const DecoderConfig& draft) {
+  const BlockConfig& block = draft.drafter->block;
+  const int32_t max_seqs = options.shape.max_seqs;
+  const int32_t k = options.shape.num_draft_tokens;
+  const int32_t capacity = max_seqs * block.num_rows(k);
+  BlockBuffers b;
+  b.row_indptr = arena.allocate<int32_t>(max_seqs + 1, "rows");
+  b.rows = allocate_rows(arena, capacity, num_drafting, b.row_indptr);
+  b.rows.block_first = arena.allocate<int32_t>(capacity, "rows");
+  b.rows.block_last = arena.allocate<int32_t>(capacity, "rows");
+  for (size_t g = 0; g < layout.groups.size(); ++g) {
+    const bool is_used = layout.is_read_by(KvOwner::kDraft, static_cast<GroupId>(g));
+    b.metadata.push_back(
+        is_used ? with_block(allocate_metadata(arena, layout.groups[g], tables[g], capacity,
+                                               /*use_window_lists=*/false),
+                             block)
+                : GroupMetadata{});
+  }
+  b.predicting_rows = arena.allocate<int32_t>(int64_t{max_seqs} * k, "rows");
+  b.num_predicting = arena.allocate<int32_t>(1, "rows");
+  b.tokens = arena.allocate<int32_t>(int64_t{max_seqs} * (k + 1), "draws");
+  if (block.markov != MarkovHead::kNone) {
+    const int32_t rows = options.padded_rows != nullptr ? options.padded_rows(max_seqs) : max_seqs;
+    b.markov_bias = arena.allocate<float>(int64_t{rows} * draft.num_logits(), "logits");
+  }
+  return b;
+}
+
 SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
                                  int32_t max_model_len) {
   const int64_t num_seqs = shape.max_seqs;
@@ -184,7 +226,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.sequences = allocate_sequences(arena, shape, options.max_model_len);
   b.sampling = allocate_sampling(arena, shape, target.vocab_size);
   b.current_draft_step = arena.allocate<int32_t>(1, "step state");
-  std::vector<int32_t> identity(static_cast<size_t>(shape.max_seqs) + 1);
+  std::vector<int32_t> identity(static_cast<size_t>(std::max(shape.max_seqs, kMaxDraftTokens)) + 1);
   std::iota(identity.begin(), identity.end(), 0);
   b.identity = arena.allocate_copy<int32_t>(identity, "draws");
   b.verify_rows = allocate_rows(arena, shape.max_verify_rows, &b.staged.counts->num_seqs,
@@ -275,9 +317,17 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
           arena.allocate<int32_t>(int64_t{shape.max_seqs} * draft->num_logits(), "logits");
     }
   }
+  const bool drafts_in_blocks =
+      draft != nullptr && draft->drafter && draft->drafter->block.size > 0;
+  if (drafts_in_blocks) {
+    b.blocks = allocate_blocks(arena, options, layout, b.block_tables,
+                               &b.staged.counts->num_drafting, *draft);
+  }
   b.draft_stop.keep_drafting = arena.allocate<int32_t>(1, "step state");
   if (options.draft_stop_threshold > 0) {
-    b.draft_stop.probabilities = arena.allocate<float>(shape.max_seqs, "draws");
+    const int32_t drafts_per_pass = drafts_in_blocks ? shape.num_draft_tokens : 1;
+    b.draft_stop.probabilities =
+        arena.allocate<float>(int64_t{shape.max_seqs} * drafts_per_pass, "draws");
     b.draft_stop.threshold = static_cast<float>(options.draft_stop_threshold);
   }
   b.results = arena.allocate<SequenceResult>(shape.max_seqs, "results");

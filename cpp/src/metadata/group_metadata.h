@@ -31,21 +31,30 @@ struct BlockTable {
   int32_t tokens_per_entry = 1;
 };
 
-// Every position up to the row's own is visible: full and latent groups. Inert rows: slot_mapping
-// 0, kv_end 0.
+// What the rows of a block (PassRows::block_first) see of each other.
+struct BlockVisibility {
+  bool sees_all = false;     // a row sees all rows of its block, else those up to itself
+  bool is_anchored = false;  // windows begin where that of the block's first row does
+};
+
+// Every position up to the row's own is visible, or up to the last one of its block: full and
+// latent groups. Inert rows: slot_mapping 0, kv_end 0.
 struct FullMetadata {
   int64_t* slot_mapping;  // [capacity] block * block_size + offset of the row's own token
-  int32_t* kv_end;        // [capacity] position + 1
+  int32_t* kv_end;        // [capacity] last visible position + 1
   BlockTable table;
+  BlockVisibility block = {};
 };
 
 // Inert rows: slot_mapping, kv_begin and kv_end 0.
 struct SlidingMetadata {
   int64_t* slot_mapping;  // [capacity]
-  int32_t* kv_begin;      // [capacity] first visible position: max(0, position - window + 1)
-  int32_t* kv_end;        // [capacity] position + 1
+  int32_t* kv_begin;      // [capacity] first visible position: max(0, position - window + 1), with
+                          // is_anchored of the position of the block's first row
+  int32_t* kv_end;        // [capacity] last visible position + 1
   int32_t window;
   BlockTable table;
+  BlockVisibility block = {};
 };
 
 // The visible window as a list of KV slots. Position p is at list index p % window, so that one

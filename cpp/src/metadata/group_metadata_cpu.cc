@@ -20,13 +20,13 @@ void for_each_row(const PassRows& rows, int32_t padded_rows, Visit visit) {
 
 void build_full(CpuContext&, const BuildFullParams& p) {
   for_each_row(p.rows, p.padded_rows, [&](int32_t row, int32_t seq_slot, int32_t position) {
-    build_row(p.metadata, row, seq_slot, position);
+    build_row(p.rows, p.metadata, row, seq_slot, position);
   });
 }
 
 void build_sliding(CpuContext&, const BuildSlidingParams& p) {
   for_each_row(p.rows, p.padded_rows, [&](int32_t row, int32_t seq_slot, int32_t position) {
-    build_row(p.metadata, row, seq_slot, position);
+    build_row(p.rows, p.metadata, row, seq_slot, position);
   });
 }
 
@@ -38,7 +38,7 @@ void build_window_list(CpuContext&, const BuildWindowListParams& p) {
 
 void build_compressed(CpuContext&, const BuildCompressedParams& p) {
   for_each_row(p.rows, p.padded_rows, [&](int32_t row, int32_t seq_slot, int32_t position) {
-    build_row(p.metadata, row, seq_slot, position);
+    build_row(p.rows, p.metadata, row, seq_slot, position);
   });
 }
 

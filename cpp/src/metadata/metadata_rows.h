@@ -40,23 +40,30 @@ PACELINE_HOST_DEVICE inline int32_t window_count(int32_t position, int32_t windo
   return position + 1 < window ? position + 1 : window;
 }
 
-PACELINE_HOST_DEVICE inline void build_row(const FullMetadata& m, int32_t row, int32_t seq_slot,
-                                           int32_t position) {
-  const bool is_live = seq_slot >= 0;
-  m.slot_mapping[row] = is_live ? slot_of(m.table, seq_slot, position) : 0;
-  m.kv_end[row] = is_live ? position + 1 : 0;
+// The last position that a live row at `position` sees.
+PACELINE_HOST_DEVICE inline int32_t last_visible(const PassRows& rows, const BlockVisibility& block,
+                                                 int32_t row, int32_t position) {
+  return block.sees_all ? rows.block_last[row] : position;
 }
 
-PACELINE_HOST_DEVICE inline void build_row(const SlidingMetadata& m, int32_t row, int32_t seq_slot,
-                                           int32_t position) {
-  const bool is_live = seq_slot >= 0;
-  m.slot_mapping[row] = is_live ? slot_of(m.table, seq_slot, position) : 0;
-  m.kv_begin[row] = is_live ? window_begin(position, m.window) : 0;
-  m.kv_end[row] = is_live ? position + 1 : 0;
-}
-
-PACELINE_HOST_DEVICE inline void build_row(const CompressedMetadata& m, int32_t row,
+PACELINE_HOST_DEVICE inline void build_row(const PassRows& rows, const FullMetadata& m, int32_t row,
                                            int32_t seq_slot, int32_t position) {
+  const bool is_live = seq_slot >= 0;
+  m.slot_mapping[row] = is_live ? slot_of(m.table, seq_slot, position) : 0;
+  m.kv_end[row] = is_live ? last_visible(rows, m.block, row, position) + 1 : 0;
+}
+
+PACELINE_HOST_DEVICE inline void build_row(const PassRows& rows, const SlidingMetadata& m,
+                                           int32_t row, int32_t seq_slot, int32_t position) {
+  const bool is_live = seq_slot >= 0;
+  m.slot_mapping[row] = is_live ? slot_of(m.table, seq_slot, position) : 0;
+  const int32_t from = is_live && m.block.is_anchored ? rows.block_first[row] : position;
+  m.kv_begin[row] = is_live ? window_begin(from, m.window) : 0;
+  m.kv_end[row] = is_live ? last_visible(rows, m.block, row, position) + 1 : 0;
+}
+
+PACELINE_HOST_DEVICE inline void build_row(const PassRows&, const CompressedMetadata& m,
+                                           int32_t row, int32_t seq_slot, int32_t position) {
   const bool is_live = seq_slot >= 0;
   m.slot_mapping[row] = is_live ? written_slot(m.table, seq_slot, position) : 0;
   m.entry_end[row] = is_live ? visible_end(m.table, position) : 0;

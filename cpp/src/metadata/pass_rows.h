@@ -22,6 +22,10 @@ struct PassRows {
   const int32_t* row_indptr;  // [max_seqs + 1] sequence i has rows [row_indptr[i], row_indptr[i+1])
   int32_t max_seqs;
   int32_t max_rows_per_seq;
+  // Of the pass over a block drafter's blocks, else null: [capacity] positions of the first and of
+  // the last row of the row's block. A block is the rows of one sequence.
+  int32_t* block_first = nullptr;
+  int32_t* block_last = nullptr;
 };
 
 // Early stop: a sequence may stop drafting before it has k drafts. The draft that causes the stop

@@ -27,6 +27,7 @@ inline constexpr int64_t kMaxPerLayerSize = int64_t{1} << 14;  // times kMaxLaye
 inline constexpr int64_t kMaxLayers = 4096;
 inline constexpr int64_t kMaxRopes = 256;
 inline constexpr int64_t kMaxAuxLayers = 16;
+inline constexpr int64_t kMaxDraftBlock = 64;  // rows of a block drafter's block
 inline constexpr size_t kMaxNameBytes = 256;
 inline constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far below FLT_MAX
 

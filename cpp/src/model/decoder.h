@@ -107,6 +107,14 @@ class Decoder {
                   const Activations& activations, const void* first_input, const HiddenTaps& taps,
                   const OutputRows* output) const;
 
+  // The keys and values of one layer for `rows`, computed from `input` [rows, hidden] (dtype of the
+  // activations), to its cache. No query attends. The layer has multi-head attention with weights
+  // in plain format.
+  template <class Ctx>
+  void write_keys_values(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                         std::span<const GroupMetadata> groups,
+                         const Activations& activations) const;
+
   // Copies the output of the final norm for the captures that have it. Writes over
   // activations.residual (with several streams activations.embedded), and so comes after `logits`.
   template <class Ctx>

@@ -160,6 +160,41 @@ LatentRope Decoder::latent_rope(const LatentAttention& a, const PassRows& rows) 
 }
 
 template <class Ctx>
+void Decoder::write_keys_values(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                                std::span<const GroupMetadata> groups,
+                                const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const auto& a = std::get<MultiHeadAttention>(c.layers[layer].attention);
+  const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
+  const Linear kv = key_value_rows(w.qkv, a);
+  project(ctx, row_count(rows), kv,
+          {.x = input,
+           .y = activations.qkv,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
+  ctx.run(qk_norm_rope_append,
+          QkNormRopeAppendParams{.num_rows = rows.num_rows,
+                                 .max_rows = rows.capacity,
+                                 .qkv = activations.qkv,
+                                 .positions = rows.positions,
+                                 .slot_mapping = slot_mapping(groups[group_of(layer)]),
+                                 .q_norm = nullptr,
+                                 .k_norm = w.k_norm,
+                                 .norm_weight_offset = c.norm_weight_offset,
+                                 .norm_eps = c.norm_eps,
+                                 .rope_cos = ropes_[a.rope].cos,
+                                 .rope_sin = ropes_[a.rope].sin,
+                                 .kv = kv_of(layer),
+                                 .num_qo_heads = 0,
+                                 .num_kv_heads = a.num_kv_heads,
+                                 .head_dim = a.head_dim,
+                                 .qkv_dtype = activations.dtype,
+                                 .kv_inputs = kv_inputs(a),
+                                 .has_v_norm = a.has_v_norm,
+                                 .position_offset = rope_offset_});
+}
+
+template <class Ctx>
 void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                                std::span<const GroupMetadata> groups,
                                const Activations& activations, const OutputRows* output) const {
@@ -258,10 +293,18 @@ void Decoder::attend_latents(Ctx& ctx, int32_t layer, const PassRows& rows,
       {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype});
 }
 
+template void Decoder::write_keys_values<CpuContext>(CpuContext&, int32_t, const void*,
+                                                     const PassRows&,
+                                                     std::span<const GroupMetadata>,
+                                                     const Activations&) const;
 template void Decoder::attention<CpuContext>(CpuContext&, int32_t, const void*, const PassRows&,
                                              std::span<const GroupMetadata>, const Activations&,
                                              const OutputRows*) const;
 #ifdef PACELINE_CUDA
+template void Decoder::write_keys_values<CudaContext>(CudaContext&, int32_t, const void*,
+                                                      const PassRows&,
+                                                      std::span<const GroupMetadata>,
+                                                      const Activations&) const;
 template void Decoder::attention<CudaContext>(CudaContext&, int32_t, const void*, const PassRows&,
                                               std::span<const GroupMetadata>, const Activations&,
                                               const OutputRows*) const;

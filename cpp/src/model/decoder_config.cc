@@ -125,6 +125,23 @@ void check_weight_bytes(const DecoderConfig& config) {
 
 }  // namespace
 
+// The context of a block drafter is keys and values of plain weights.
+void check_block_layers(const DecoderConfig& config, const Json& layers) {
+  size_t index = 0;
+  for (const Json& layer : layers.elements()) {
+    const LayerConfig& read = config.layers[index++];
+    const auto* const attention = std::get_if<MultiHeadAttention>(&read.attention);
+    const bool is_plain = attention != nullptr && attention->kv_source < 0 &&
+                          attention->qkv.format == WeightFormat::kPlain;
+    if (is_plain) continue;
+    layer.at("attention")
+        .refuse(
+            "multi-head attention with keys and values of its own and qkv in plain format, in a "
+            "drafter "
+            "of kind 'dflash' or 'dspark'");
+  }
+}
+
 DecoderConfig parse_decoder_config(std::string_view json) {
   const JsonDocument document(json, "decoder config");
   const Json root = document.root();
@@ -187,6 +204,8 @@ DecoderConfig parse_decoder_config(std::string_view json) {
     layers.refuse(concat("a list of 1 to ", kMaxLayers));
   }
   for (const Json& layer : layers.elements()) config.layers.push_back(read_layer(layer, config));
+  if (config.drafter && config.drafter->kind == DrafterKind::kBlock)
+    check_block_layers(config, layers);
   check_weight_bytes(config);
   return config;
 }

@@ -254,7 +254,42 @@ struct LayerConfig {
   MlpConfig mlp;
 };
 
-enum class DrafterKind : uint8_t { kEagle, kEagle3, kMtp, kGemma4Mtp };
+enum class DrafterKind : uint8_t { kEagle, kEagle3, kMtp, kGemma4Mtp, kBlock };
+
+// The head of a block drafter that makes a draft depend on the one before it. With a prefix x and
+// the row of the block that predicts the next token, whose logits are U:
+//   kNone:     logits = U
+//   kVanilla:  logits = U + W2 W1[x]
+enum class MarkovHead : uint8_t { kNone, kVanilla };
+
+// What the rows of a block see of each other in one kind of layers.
+struct BlockMask {
+  bool is_causal = false;  // a row sees those before it; otherwise every row of its block
+  // Sliding layers: all rows see the window of the first one. Otherwise each row has its own.
+  bool is_anchored = false;
+};
+
+// A block drafter. Its rows are those of the newest token and of `mask_token` behind it, and one
+// pass over them makes all drafts.
+struct BlockConfig {
+  int32_t size = 0;  // rows of the longest block that it was trained for
+  int32_t mask_token = 0;
+  // Row i predicts the token after its position; otherwise that at its position, and row 0, the
+  // newest token, predicts nothing.
+  bool samples_from_anchor = false;
+  BlockMask full;
+  BlockMask sliding;
+  MarkovHead markov = MarkovHead::kNone;
+  int32_t markov_rank = 0;
+
+  // The most drafts of a block.
+  [[nodiscard]] int32_t max_drafts() const { return samples_from_anchor ? size : size - 1; }
+  // Rows of a block that makes `num_drafts` drafts, and the first of them that predicts one.
+  [[nodiscard]] int32_t num_rows(int32_t num_drafts) const {
+    return num_drafts + first_predicting_row();
+  }
+  [[nodiscard]] int32_t first_predicting_row() const { return samples_from_anchor ? 0 : 1; }
+};
 
 // An LM head over clusters of tokens. Each cluster has a centroid, and only the tokens of the
 // clusters with the best centroid scores get a logit.
@@ -275,13 +310,17 @@ struct CentroidsConfig {
 //            layers; h_s are the target's streams after its last layer.
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
+//   Block (DFlash, DSpark): for tokens whose hidden states are known, every layer has the K and V
+//   of
+//            c = hidden_norm(fc(residual streams of the target entering aux_layers)), without its
+//            attn_norm. A block of rows, embeddings of its tokens, then passes through the layers.
 // A draft step takes the output of the previous step as h or g: the residual stream (all of them)
 // after the last layer or, for Gemma 4 MTP, the product of DraftHeadWeights::feedback with the
 // final norm's output.
 struct DrafterConfig {
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 0;
-  std::vector<int32_t> aux_layers;    // kEagle3: of the target, in the order of fc's input
+  std::vector<int32_t> aux_layers;    // kEagle3, kBlock: of the target, in the order of fc's input
   bool norm_before_residual = false;  // kEagle3: the residual stream starts from hidden_norm(g)
   bool norm_before_fc = false;        // kEagle3: one norm over all of fc's input
   // kEagle3: a norm over each layer's part of fc's input; kMtp: norms over both halves.
@@ -295,11 +334,11 @@ struct DrafterConfig {
   int32_t draft_vocab_size = 0;  // rows of the lm_head; see DecoderWeights::draft_to_target
   MatrixFormat fc;               // of fc and fc_hidden, with several residual streams
   CentroidsConfig centroids;     // kGemma4Mtp
+  BlockConfig block;             // kBlock
 
   // Width of fc's input.
   [[nodiscard]] int64_t fc_width() const {
-    const int64_t parts =
-        kind == DrafterKind::kEagle3 ? static_cast<int64_t>(aux_layers.size()) : 2;
+    const int64_t parts = aux_layers.empty() ? 2 : static_cast<int64_t>(aux_layers.size());
     return parts * target_hidden;
   }
   // Norms over parts of fc's input, each of them target_hidden wide.

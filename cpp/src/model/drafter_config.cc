@@ -37,6 +37,43 @@ namespace {
   return centroids;
 }
 
+[[nodiscard]] BlockMask read_block_mask(const Json& json, bool is_sliding) {
+  constexpr std::array<std::string_view, 1> kKeys = {"is_causal"};
+  constexpr std::array<std::string_view, 2> kSlidingKeys = {"is_causal", "is_anchored"};
+  if (is_sliding) {
+    json.check_keys(kSlidingKeys);
+  } else {
+    json.check_keys(kKeys);
+  }
+  return {.is_causal = json.at("is_causal").as_bool(),
+          .is_anchored = is_sliding && json.at("is_anchored").as_bool()};
+}
+
+// `is_chain`: drafts depend on those before them, by a Markov head.
+[[nodiscard]] BlockConfig read_block(const Json& json, bool is_chain, int32_t hidden,
+                                     int32_t vocab_size) {
+  constexpr std::array<std::string_view, 5> kKeys = {"size", "mask_token", "samples_from_anchor",
+                                                     "full", "sliding"};
+  constexpr std::array<std::string_view, 1> kChainKeys = {"markov"};
+  constexpr std::array<std::string_view, 2> kMarkovKeys = {"kind", "rank"};
+  json.check_keys(kKeys, is_chain ? std::span<const std::string_view>(kChainKeys)
+                                  : std::span<const std::string_view>());
+  BlockConfig block;
+  block.samples_from_anchor = json.at("samples_from_anchor").as_bool();
+  block.size = read_int(json, "size", block.samples_from_anchor ? 1 : 2, kMaxDraftBlock);
+  block.mask_token = read_int(json, "mask_token", 0, vocab_size - 1);
+  block.full = read_block_mask(json.at("full"), /*is_sliding=*/false);
+  block.sliding = read_block_mask(json.at("sliding"), /*is_sliding=*/true);
+  if (!is_chain) return block;
+  const Json markov = json.at("markov");
+  markov.check_keys(kMarkovKeys);
+  const Json kind = markov.at("kind");
+  if (kind.as_string() != "vanilla") kind.refuse("'vanilla'");
+  block.markov = MarkovHead::kVanilla;
+  block.markov_rank = read_int(markov, "rank", 1, hidden);
+  return block;
+}
+
 }  // namespace
 
 DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size) {
@@ -47,6 +84,7 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   constexpr std::array<std::string_view, 1> kEagle3Keys = {"aux_layers"};
   constexpr std::array<std::string_view, 1> kGemma4MtpKeys = {"centroids"};
   constexpr std::array<std::string_view, 1> kMtpKeys = {"fc"};
+  constexpr std::array<std::string_view, 2> kBlockKeys = {"aux_layers", "block"};
   DrafterConfig drafter;
   const Json kind = json.at("kind");
   std::span<const std::string_view> optional;
@@ -59,8 +97,11 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   } else if (kind.as_string() == "gemma4_mtp") {
     drafter.kind = DrafterKind::kGemma4Mtp;
     optional = kGemma4MtpKeys;
+  } else if (kind.as_string() == "dflash" || kind.as_string() == "dspark") {
+    drafter.kind = DrafterKind::kBlock;
+    optional = kBlockKeys;
   } else if (kind.as_string() != "eagle") {
-    kind.refuse("'eagle', 'eagle3', 'mtp', 'gemma4_mtp'");
+    kind.refuse("'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dspark'");
   }
   const bool is_eagle3 = drafter.kind == DrafterKind::kEagle3;
   const bool is_mtp = drafter.kind == DrafterKind::kMtp;
@@ -75,7 +116,12 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   if (is_mtp) {
     drafter.fc = read_format(json, "fc", {"hidden_size", hidden}, /*is_of_experts=*/false);
   }
-  if (is_eagle3) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
+  const bool is_block = drafter.kind == DrafterKind::kBlock;
+  if (is_eagle3 || is_block) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
+  if (is_block) {
+    const bool is_chain = kind.as_string() == "dspark";
+    drafter.block = read_block(json.at("block"), is_chain, hidden, vocab_size);
+  }
   // For keys that only some kinds may set.
   const auto read_bool_of = [&](bool may_be_true, const char* key) {
     const bool value = json.at(key).as_bool();

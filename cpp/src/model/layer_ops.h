@@ -23,6 +23,16 @@ struct RowCount {
   return {.num_rows = rows.num_rows, .max_rows = rows.capacity};
 }
 
+// The rows of a plain `qkv` that compute keys and values.
+[[nodiscard]] inline Linear key_value_rows(const Linear& qkv, const MultiHeadAttention& attention) {
+  Linear kv = qkv;
+  const int32_t q_rows = attention.num_qo_heads * attention.head_dim;
+  kv.weight.data += q_rows * kv.weight.row_bytes();
+  kv.weight.n -= q_rows;
+  if (kv.bias != nullptr) kv.bias += q_rows;
+  return kv;
+}
+
 // The operands of a product over contiguous rows.
 struct Projection {
   const void* x;         // [max_rows, num_groups * k] x_dtype

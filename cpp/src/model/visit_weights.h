@@ -371,6 +371,15 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
   if (drafter.kind == DrafterKind::kEagle3) {
     norm(weights.hidden_norm, "layers.0.hidden_norm", config.hidden);
   }
+  if (drafter.kind == DrafterKind::kBlock) norm(weights.hidden_norm, "hidden_norm", config.hidden);
+  if (const BlockConfig& block = drafter.block; block.markov != MarkovHead::kNone) {
+    visit.table(weights.markov_table, {"markov.table", config.vocab_size}, block.markov_rank);
+    visit.linear(weights.markov, {.name = "markov",
+                                  .parts = {{"markov", drafter.draft_vocab_size}},
+                                  .cols = block.markov_rank,
+                                  .rows = LinearRows::kLogits,
+                                  .has_float_output = true});
+  }
   if (drafter.kind == DrafterKind::kGemma4Mtp) {
     visit.linear(weights.feedback, {.name = "feedback",
                                     .parts = {{"feedback", drafter.target_hidden}},

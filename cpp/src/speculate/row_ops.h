@@ -82,6 +82,41 @@ struct BeginDraftStepsParams {
 void begin_draft_steps(CpuContext&, const BeginDraftStepsParams&);
 void begin_draft_steps(CudaContext&, const BeginDraftStepsParams&);
 
+// The rows of a block drafter's blocks, after acceptance. The block of drafting sequence i has
+// `rows_per_seq` rows: the newest token at its position, then `mask_token` at the positions that
+// follow. Rows that predict a token at or beyond the limit are inert, and so are those of ended
+// sequences. The row that predicts draft j of sequence i is at index j * num_seqs + i of
+// predicting_rows; sequences that are not there have row 0.
+struct AssembleBlockRowsParams {
+  StagedInputs inputs;
+  SequenceState sequences;
+  PassRows rows;             // with block_first and block_last
+  int32_t* row_indptr;       // [max_seqs + 1] that of `rows`
+  int32_t* predicting_rows;  // [num_drafts * num_seqs]
+  int32_t* num_predicting;   // [1] set to num_drafts * num_seqs
+  int32_t* newest_tokens;    // [num_seqs] the first token of each block
+  int32_t num_seqs;          // of the pass, at least as many as draft
+  int32_t num_drafts;
+  int32_t rows_per_seq;
+  int32_t mask_token;
+  int32_t first_predicting_row;  // of a block
+};
+void assemble_block_rows(CpuContext&, const AssembleBlockRowsParams&);
+void assemble_block_rows(CudaContext&, const AssembleBlockRowsParams&);
+
+// Stores the drafts of blocks: draft j of drafting sequence i is drawn[j * num_seqs + i], and
+// `stop` has its probability at the same index.
+struct StoreBlockDraftsParams {
+  StagedInputs inputs;
+  SequenceState sequences;
+  const int32_t* drawn;  // [num_drafts * num_seqs]
+  DraftStop stop;
+  int32_t num_seqs;
+  int32_t num_drafts;
+};
+void store_block_drafts(CpuContext&, const StoreBlockDraftsParams&);
+void store_block_drafts(CudaContext&, const StoreBlockDraftsParams&);
+
 // Writes the tokens that the draft step has drawn to column `current_draft_step` of draft_tokens.
 struct StoreDraftParams {
   const int32_t* current_draft_step;  // [1]

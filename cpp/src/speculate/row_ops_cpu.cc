@@ -28,6 +28,18 @@ void begin_draft_steps(CpuContext&, const BeginDraftStepsParams& p) {
   set_keep_drafting(p.stop, is_any_live && p.sequences.num_draft_tokens > 1);
 }
 
+void assemble_block_rows(CpuContext&, const AssembleBlockRowsParams& p) {
+  *p.rows.num_rows = p.inputs.counts->num_drafting * p.rows_per_seq;
+  *p.num_predicting = p.num_drafts * p.num_seqs;
+  p.row_indptr[0] = 0;
+  for (int32_t i = 0; i < p.num_seqs; ++i) assemble_block_sequence(p, i);
+}
+
+void store_block_drafts(CpuContext&, const StoreBlockDraftsParams& p) {
+  for (int32_t i = 0; i < p.inputs.counts->num_drafting; ++i) store_block_sequence(p, i);
+  set_keep_drafting(p.stop, false);
+}
+
 void store_draft(CpuContext&, const StoreDraftParams& p) {
   const int32_t column = *p.current_draft_step;
   for (int32_t i = 0; i < *p.rows.num_rows; ++i) store_draft_sequence(p, i, column);

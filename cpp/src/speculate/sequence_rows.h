@@ -172,6 +172,56 @@ PACELINE_HOST_DEVICE inline bool begin_draft_sequence(const BeginDraftStepsParam
   return is_live;
 }
 
+// Also for i >= num_drafting, up to num_seqs.
+PACELINE_HOST_DEVICE inline void assemble_block_sequence(const AssembleBlockRowsParams& p,
+                                                         int32_t i) {
+  const SequenceState& s = p.sequences;
+  const bool drafts = i < p.inputs.counts->num_drafting;
+  const int32_t begin = i * p.rows_per_seq;
+  for (int32_t j = 0; j < p.num_drafts; ++j) {
+    p.predicting_rows[j * p.num_seqs + i] = drafts ? begin + p.first_predicting_row + j : 0;
+  }
+  if (!drafts) {
+    p.newest_tokens[i] = 0;
+    return;
+  }
+  p.row_indptr[i + 1] = begin + p.rows_per_seq;
+  const int32_t seq_slot = p.inputs.seq_slot[i];
+  const int32_t known_len = s.known_len[seq_slot];
+  const bool is_active = s.is_active[seq_slot] != 0;
+  const int32_t first = known_len - 1;
+  const int32_t room = s.limit[seq_slot] - known_len;  // tokens that still fit
+  const int32_t num_live = !is_active || room <= 0 ? 0
+                           : room < p.num_drafts   ? room + p.first_predicting_row
+                                                   : p.rows_per_seq;
+  const int32_t newest = is_active ? s.history[seq_slot * s.history_stride + first] : 0;
+  p.newest_tokens[i] = newest;
+  for (int32_t r = 0; r < p.rows_per_seq; ++r) {
+    set_row(p.rows, begin + r, r < num_live, seq_slot, first + r, r == 0 ? newest : p.mask_token);
+    p.rows.block_first[begin + r] = r < num_live ? first : 0;
+    p.rows.block_last[begin + r] = r < num_live ? first + num_live - 1 : 0;
+  }
+}
+
+PACELINE_HOST_DEVICE inline void store_block_sequence(const StoreBlockDraftsParams& p, int32_t i) {
+  const SequenceState& s = p.sequences;
+  const int32_t seq_slot = p.inputs.seq_slot[i];
+  const int32_t known_len = s.known_len[seq_slot];
+  const int32_t room = s.limit[seq_slot] - known_len;
+  int32_t most = p.num_drafts < s.max_drafts[seq_slot] ? p.num_drafts : s.max_drafts[seq_slot];
+  if (room < most) most = room;
+  if (s.is_active[seq_slot] == 0 || most < 0) most = 0;
+  int32_t* const drafts = s.draft_tokens + int64_t{seq_slot} * s.num_draft_tokens;
+  int32_t count = 0;
+  while (count < most) {
+    const int32_t at = count * p.num_seqs + i;
+    drafts[count] = p.drawn[at];
+    ++count;
+    if (stops(p.stop, at)) break;
+  }
+  s.draft_len[seq_slot] = count;
+}
+
 PACELINE_HOST_DEVICE inline void store_draft_sequence(const StoreDraftParams& p, int32_t i,
                                                       int32_t column) {
   const SequenceState& s = p.sequences;

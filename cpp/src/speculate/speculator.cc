@@ -16,6 +16,10 @@ bool is_gemma4_mtp(const DecoderConfig& draft) {
   return draft.drafter->kind == DrafterKind::kGemma4Mtp;
 }
 
+bool drafts_in_blocks(const DecoderConfig& draft) {
+  return draft.drafter->kind == DrafterKind::kBlock;
+}
+
 }  // namespace
 
 ModelFreeOptions model_free_options(const SpeculativeOptions& options) {
@@ -26,6 +30,7 @@ ModelFreeOptions model_free_options(const SpeculativeOptions& options) {
 SpecTraits traits_for(const DecoderConfig* draft, const ModelFreeOptions& model_free) {
   if (draft != nullptr) {
     if (!draft->drafter) return DraftModelSpeculator::kTraits;
+    if (drafts_in_blocks(*draft)) return BlockSpeculator::kTraits;
     return is_gemma4_mtp(*draft) ? Gemma4MtpSpeculator::kTraits : EagleSpeculator::kTraits;
   }
   if (model_free.drafts_on_host) return HostSpeculator::kTraits;
@@ -45,6 +50,10 @@ Speculator make_speculator(std::shared_ptr<const Model> draft, const ModelFreeOp
     return Gemma4MtpSpeculator{
         DraftHead(std::move(draft), target, layout, kv_pool, max_positions, arena, rope_offset)};
   }
+  if (draft != nullptr && draft->config.drafter && drafts_in_blocks(draft->config)) {
+    return BlockSpeculator{
+        BlockDrafter(std::move(draft), target, layout, kv_pool, max_positions, arena)};
+  }
   if (draft != nullptr && draft->config.drafter) {
     return EagleSpeculator{
         DraftHead(std::move(draft), target, layout, kv_pool, max_positions, arena)};
@@ -61,8 +70,14 @@ Speculator make_speculator(std::shared_ptr<const Model> draft, const ModelFreeOp
 
 const Decoder* decoder_of(const Speculator& speculator) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) return &draft->decoder;
+  if (const BlockDrafter* drafter = block_drafter_of(speculator)) return &drafter->decoder();
   const DraftHead* head = draft_head_of(speculator);
   return head != nullptr ? &head->decoder() : nullptr;
+}
+
+const BlockDrafter* block_drafter_of(const Speculator& speculator) {
+  const auto* block = std::get_if<BlockSpeculator>(&speculator);
+  return block != nullptr ? &block->drafter : nullptr;
 }
 
 const DraftHead* draft_head_of(const Speculator& speculator) {
@@ -72,6 +87,9 @@ const DraftHead* draft_head_of(const Speculator& speculator) {
 }
 
 TokenMap token_map(const Speculator& speculator, const DraftHeadOutput& output) {
+  if (const BlockDrafter* drafter = block_drafter_of(speculator)) {
+    return {drafter->draft_to_target(), 0};
+  }
   const DraftHead* head = draft_head_of(speculator);
   if (head == nullptr) return {};
   if (output.tokens != nullptr) return {output.tokens, head->config().num_logits()};

@@ -12,6 +12,7 @@
 #include <paceline/config.h>
 
 #include "metadata/pass_rows.h"
+#include "model/block_drafter.h"
 #include "model/decoder.h"
 #include "model/draft_head.h"
 #include "wire/batch_shape.h"
@@ -27,6 +28,7 @@ struct SpecTraits {
   bool feeds_hidden_back = false;           // a draft step passes its hidden state to the next
   bool advances_positions = false;          // each draft step is one position further
   bool has_variable_draft_len = false;      // may propose fewer than k drafts
+  bool drafts_in_blocks = false;            // one pass makes all drafts; there are no draft steps
   FirstRows first_rows = FirstRows::kNone;  // kNone: no passes, drafts are copied from the history
   // Distance from a row's position to that of the token it draws.
   int32_t draw_ahead = 1;
@@ -63,6 +65,18 @@ struct EagleSpeculator {
   DraftHead head;
 };
 
+// DFlash and DSpark: a drafter that makes all drafts in one pass over a block of rows. Its KV of
+// known tokens comes from the target's hidden states; that of a block is overwritten by the next
+// one.
+struct BlockSpeculator {
+  static constexpr SpecTraits kTraits{.drafts = true,
+                                      .owns_kv_groups = true,
+                                      .takes_target_hidden = true,
+                                      .drafts_in_blocks = true,
+                                      .first_rows = FirstRows::kWindow};
+  BlockDrafter drafter;
+};
+
 // Gemma 4 MTP: a draft head whose layers have no KV of their own and read the target's KV, up to
 // the token before the newest. Therefore its rows stay at one position while it drafts.
 struct Gemma4MtpSpeculator {
@@ -86,8 +100,9 @@ struct HostSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true, .has_variable_draft_len = true};
 };
 
-using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, EagleSpeculator,
-                                Gemma4MtpSpeculator, NgramSpeculator, HostSpeculator>;
+using Speculator =
+    std::variant<NoSpeculator, DraftModelSpeculator, EagleSpeculator, Gemma4MtpSpeculator,
+                 BlockSpeculator, NgramSpeculator, HostSpeculator>;
 
 static_assert(!NoSpeculator::kTraits.drafts);
 static_assert(NgramSpeculator::kTraits.first_rows == FirstRows::kNone);
@@ -128,6 +143,9 @@ void check_drafter(const Model& draft, const Model& target);
 
 // The draft head of a speculator, or null if it has none.
 [[nodiscard]] const DraftHead* draft_head_of(const Speculator& speculator);
+
+// The drafter of a speculator that drafts in blocks, or null.
+[[nodiscard]] const BlockDrafter* block_drafter_of(const Speculator& speculator);
 
 // The target token of each of the drafter's logits; null: index and token are the same. `output` is
 // the one passed to draft_logits.
