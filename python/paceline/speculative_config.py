@@ -32,7 +32,17 @@ from paceline.limits import (
 )
 from paceline.vllm_arguments import advice_end
 
-METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "custom")
+METHODS: Final = (
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "gemma4_mtp",
+    "dflash",
+    "dspark",
+    "ngram",
+    "custom",
+)
 #: The methods without a model.
 MODEL_FREE_METHODS: Final = ("ngram", "custom")
 LATER_METHODS: Final = ("suffix",)
@@ -68,8 +78,8 @@ class SpeculativeConfig:
     as `{"method": None}`, means plain decoding.
 
     Attributes:
-        method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram" or "custom". None:
-            `LLM` reads it from the checkpoint in `model`.
+        method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dspark", "ngram"
+            or "custom". None: `LLM` reads it from the checkpoint in `model`.
         model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
             a string. None with "ngram" and "custom", which need no model, and with "mtp", whose
             layer is in the target's own files.

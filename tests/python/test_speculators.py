@@ -147,9 +147,9 @@ def test_other_kinds_are_refused_before_the_target_is_looked_up(
     speculators: Callable[..., Path],
 ) -> None:
     path = speculators("org/target")
-    edit_config(path, speculators_model_type="dflash")
+    edit_config(path, speculators_model_type="peagle")
     with HubServer({}) as hub, hub.used():
-        with raises(NotImplementedError, "speculators_model_type", '"dflash"'):
+        with raises(NotImplementedError, "speculators_model_type", '"peagle"'):
             LLM(path)
         assert not hub.requests
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline._core import ModelFileError
 
 from .binding import BoundTensor, bind
+from .block import BlockFacts, guess_block_facts, read_block_facts, translate_block
 from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
 from .drafter_ids import read_map, read_ordering
-from .drafters import GEMMA4_MTP, KINDS, MTP, Target
+from .drafters import BLOCK_KINDS, GEMMA4_MTP, KINDS, MTP, Target
 from .eagle import translate_eagle
-from .eagle_facts import guess_facts, read_facts
+from .eagle_facts import Facts, guess_facts, read_facts
 from .folder import Source, as_folder
 from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, translate_assistant
 from .kinds import kind_of_config, kind_of_tensors
@@ -37,7 +38,7 @@ class DrafterCheckpoint(OpenedModel):
     """A draft head whose files were checked against a target; only its token ids were read yet.
 
     Attributes:
-        kind: "eagle", "eagle3", "mtp" or "gemma4_mtp".
+        kind: "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark".
         draft_to_target: int32 [draft_vocab_size], the target's token id of each row of the lm_head;
             None: row i is token id i.
         token_ordering: int32 [draft_vocab_size], token ids cluster by cluster; None without
@@ -63,8 +64,8 @@ def detect_method(source: Source, method: str | None = None) -> str:
         method: The method that the user named, or None.
 
     Returns:
-        "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp". A target's MTP layer drafts only
-        where `method` says so.
+        "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark". A target's MTP
+        layer drafts only where `method` says so.
 
     Raises:
         ModelNotFoundError: The folder or a file is missing.
@@ -81,6 +82,8 @@ def detect_method(source: Source, method: str | None = None) -> str:
         check_has_mtp(top)
         return MTP
     seen, sign = kind_of_tensors(folder.weights.owners)
+    if stated in BLOCK_KINDS:
+        seen, sign = None, ""  # it has the tensors of a draft head, and its configuration decides
     if stated is not None and seen is not None and stated != seen:
         raise ModelFileError(
             f"{top.source}: the configuration is that of a drafter of kind {stated!r}, but tensor "
@@ -155,8 +158,14 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
         family, layer = translate_mtp(top, target, weights)
         tensors = bind(family, layer, top.source)
     else:
-        facts = read_facts({name: tuple(shard.info(name)[1]) for name, shard in owners.items()})
-        family, notes = translate_eagle(kind, top, facts, target)
+        shapes = {name: tuple(shard.info(name)[1]) for name, shard in owners.items()}
+        facts: Facts | BlockFacts
+        if kind in BLOCK_KINDS:
+            facts = read_block_facts(shapes)
+            family, notes = translate_block(kind, top, facts, target)
+        else:
+            facts = read_facts(shapes)
+            family, notes = translate_eagle(kind, top, facts, target)
         tensors = bind(family, weights, top.source)
         if facts.has_map:
             draft_to_target = read_map(
@@ -212,6 +221,8 @@ def drafter_config(
         family, _ = translate_assistant(top, target)
     elif kind == MTP:
         family, _ = translate_mtp(top, target, None)
+    elif kind in BLOCK_KINDS:
+        family, _ = translate_block(kind, top, guess_block_facts(top, target), target)
     else:
         family, _ = translate_eagle(kind, top, guess_facts(kind, top, target), target)
     return dict(family.config)

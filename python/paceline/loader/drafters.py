@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that draft heads share: `eagle.py`, `mtp.py` and `gemma4_assistant.py` translate them.
+"""The parts that draft heads share: `eagle.py`, `mtp.py`, `gemma4_assistant.py` and `block.py`
+translate them.
 
 A draft head is trained for one target and uses parts of it, such as its embeddings. Translating one
 therefore needs a `Target`.
@@ -19,8 +20,11 @@ EAGLE: Final = "eagle"
 EAGLE3: Final = "eagle3"
 MTP: Final = "mtp"
 GEMMA4_MTP: Final = "gemma4_mtp"
+DFLASH: Final = "dflash"
+DSPARK: Final = "dspark"
 # Kinds of draft heads.
-KINDS: Final = (EAGLE, EAGLE3, MTP, GEMMA4_MTP)
+BLOCK_KINDS: Final = (DFLASH, DSPARK)
+KINDS: Final = (EAGLE, EAGLE3, MTP, GEMMA4_MTP, *BLOCK_KINDS)
 
 
 @dataclass(frozen=True)

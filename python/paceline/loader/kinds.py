@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .block import block_kind_of_config
 from .drafters import GEMMA4_MTP
 from .eagle_facts import eagle_kind_of_config, eagle_kind_of_tensors
 from .gemma4_assistant import PRE_PROJECTION, is_assistant_config
@@ -18,7 +19,9 @@ def kind_of_config(top: Section) -> str | None:
         ModelFileError: A key has a wrong type.
         NotImplementedError: It is a drafter of the `speculators` package that is not supported.
     """
-    return GEMMA4_MTP if is_assistant_config(top) else eagle_kind_of_config(top)
+    if is_assistant_config(top):
+        return GEMMA4_MTP
+    return block_kind_of_config(top) or eagle_kind_of_config(top)
 
 
 def kind_of_tensors(names: Mapping[str, object]) -> tuple[str | None, str]:

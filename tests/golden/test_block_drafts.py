@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block drafters against `block_reference`: every iteration of a run, at temperature 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from block_golden import CASES, check
+
+pytestmark = pytest.mark.golden
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_are_those_of_the_equations(case: str) -> None:
+    check(case, CASES[case][1].max_drafts)
+
+
+@pytest.mark.parametrize(
+    ("k", "engine"),
+    [
+        (1, {}),
+        (2, {"prefill_chunk_size": 1}),
+        (3, {"prefill_chunk_size": 7, "block_size": 5}),
+        (4, {"max_num_seqs": 1, "draft_driver": "replay"}),
+        (4, {"draft_driver": "eager", "num_threads": 1}),
+        (4, {"max_num_seqs": 3, "kv_cache_bytes": 10 << 15}),
+    ],
+)
+def test_drafts_do_not_depend_on_the_engine(k: int, engine: dict[str, Any]) -> None:
+    check("deepseek", k, **engine)

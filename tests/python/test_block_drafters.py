@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block drafters, DFlash and DSpark: the output is that of plain decoding; bad folders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import block_models
+from block_models import BlockSpec
+from drafter_checks import ENGINE, PROMPTS, check_both_ways, outputs, plain_outputs
+from errors import raises
+from paceline import LLM, SamplingParams
+from paceline._core import ModelFileError
+from paceline.loader import open_checkpoint, open_drafter
+from tiny_models import TinySpec, edit_config, edit_tensors, make, read_json, write_json
+
+TARGET = TinySpec("qwen3", seed=40, num_layers=8)
+SPECS = {
+    "z-lab": BlockSpec("z-lab", window=6, num_layers=3),
+    "deepseek": BlockSpec("deepseek", markov_rank=8),
+    "speculators": BlockSpec("speculators", window=6, markov_rank=8, draft_vocab_size=64),
+}
+
+
+def drafter(layout: str, out: Path, **changes: Any) -> Path:
+    return block_models.write(replace(SPECS[layout], **changes), make(TARGET), out / "drafter")
+
+
+def opened(path: Path) -> Any:
+    return open_drafter(path, open_checkpoint(make(TARGET)).as_target())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        {},
+        {"draft_driver": "replay", "adaptive": True},
+        {"draft_driver": "while", "draft_stop_threshold": 0.02},
+    ],
+)
+@pytest.mark.parametrize("layout", SPECS)
+def test_output_is_that_of_plain_decoding(layout: str, x: dict[str, Any], tmp_path: Path) -> None:
+    spec = SPECS[layout]
+    config: dict[str, Any] = {
+        "method": spec.method,
+        "model": str(drafter(layout, tmp_path)),
+        "num_speculative_tokens": spec.max_drafts,
+        "x": x,
+    }
+    with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
+        assert llm.capabilities()["configured"]["method"] == spec.method
+        for _ in range(2):  # the second time from the prefix cache
+            assert outputs(llm) == plain_outputs(TARGET)
+        assert llm._executor.check_integrity() == ""
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("layout", ["z-lab", "deepseek"])
+def test_rejection_at_temperature_0(layout: str, method: str, tmp_path: Path) -> None:
+    config = {
+        "model": str(drafter(layout, tmp_path)),
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": method,
+    }
+    with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
+        got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy())]
+        sampled = llm.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=8, seed=1))
+        assert llm._executor.check_integrity() == ""
+    assert got == plain_outputs(TARGET)[: len(PROMPTS)]
+    assert all(len(output.outputs[0].token_ids) == 8 for output in sampled)
+
+
+def greedy() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=24)
+
+
+def test_converted_pair(tmp_path: Path) -> None:
+    check_both_ways(make(TARGET), drafter("speculators", tmp_path), tmp_path / "converted")
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
+    most = SPECS[layout].max_drafts
+    config = {"model": str(drafter(layout, tmp_path)), "num_speculative_tokens": most + 1}
+    seen = (f"num_speculative_tokens is {most + 1}", "blocks of 5", f"allowed: 1 to {most}")
+    with raises(ValueError, *seen):
+        LLM(make(TARGET), speculative_config=config, **ENGINE)
+
+
+def edit_nested(path: Path, section: str, **changes: Any) -> None:
+    config = read_json(path / "config.json")
+    config[section] = config[section] | changes
+    write_json(path / "config.json", config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "edit", "error", "seen"),
+    [
+        (
+            "z-lab",
+            lambda path: edit_config(path, architectures=["DFlash2DraftModel"]),
+            NotImplementedError,
+            ("architectures", "DFlash2DraftModel", "DFlash or DSpark"),
+        ),
+        (
+            "speculators",
+            lambda path: edit_config(path, speculators_model_type="peagle"),
+            NotImplementedError,
+            ("speculators_model_type", "peagle"),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_nested(path, "dflash_config", attention_sink_bias=True),
+            NotImplementedError,
+            ("dflash_config.attention_sink_bias",),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, markov_head_type="gated"),
+            NotImplementedError,
+            ("markov_head_type", "gated", "vanilla"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, markov_rank=4),
+            ModelFileError,
+            ('"markov_rank" is 4', "8 columns"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, mask_token_id=128),
+            ModelFileError,
+            ("mask_token_id", "128", "127"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, block_size=0),
+            ModelFileError,
+            ("block_size", "is 0"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, target_layer_ids=[0, 2, 7]),
+            ValueError,
+            ("target_layer_ids", "[0, 2, 7]", "8 layers", "-1 to 6"),
+        ),
+        (
+            "speculators",
+            lambda path: edit_config(path, aux_hidden_state_layer_ids=[1, 3]),
+            ValueError,
+            ("'fc.weight' has 192 columns", "expected 128"),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_config(path, vocab_size=130),
+            ValueError,
+            ('"vocab_size" is 130', "128 ids"),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_tensors(path, lambda t: t.pop("hidden_norm.weight")),
+            ModelFileError,
+            ("hidden_norm.weight",),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_tensors(path, lambda t: t.update({"extra.weight": torch.ones(2)})),
+            ModelFileError,
+            ("extra.weight",),
+        ),
+    ],
+)
+def test_refusals(
+    layout: str, edit: Any, error: type[Exception], seen: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = drafter(layout, tmp_path)
+    edit(path)
+    with raises(error, *seen):
+        opened(path)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of block drafters at temperature 0 against `block_reference`, on any device.
+
+`drafter_golden` says how runs are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import block_models
+import drafter_golden
+import tiny_models
+from block_models import BlockSpec
+from block_reference import BlockReference, overfit
+from drafter_golden import NUM_TOKENS, Sequences, check_run, greedy_sequences
+from eagle_reference import TargetReference
+from tiny_models import TinySpec
+
+# Relative to the largest logit; the error of float32 is at most a tenth of it.
+LEAST_MARGIN = 2e-4
+LEAST_COMPARED = 40  # iterations of all sequences together
+
+QWEN3 = TinySpec("qwen3", seed=3, num_layers=8)
+LLAMA = TinySpec("llama", seed=3, num_layers=8)
+GEMMA3 = TinySpec("gemma3", seed=3, num_layers=6)
+GPT_OSS = TinySpec("gpt_oss", seed=3, num_layers=8, quantization="mxfp4")
+
+CASES: dict[str, tuple[TinySpec, BlockSpec]] = {
+    "z-lab": (QWEN3, BlockSpec("z-lab")),
+    "z-lab, causal windows": (QWEN3, BlockSpec("z-lab", window=7, num_layers=3)),
+    "z-lab, windows that see the block": (LLAMA, BlockSpec("z-lab", window=7, is_causal=False)),
+    "z-lab on gpt-oss, biases": (GPT_OSS, BlockSpec("z-lab", attention_bias=True)),
+    "deepseek without Markov head": (QWEN3, BlockSpec("deepseek")),
+    "deepseek": (QWEN3, BlockSpec("deepseek", markov_rank=8)),
+    "nested": (LLAMA, BlockSpec("nested", markov_rank=8, aux_layers=(2, 6))),
+    "speculators dflash, windows": (GEMMA3, BlockSpec("speculators", window=7, num_layers=3)),
+    "speculators dspark, fewer ids": (
+        QWEN3,
+        BlockSpec("speculators", markov_rank=8, draft_vocab_size=64, window=7, is_causal=False),
+    ),
+}
+
+
+@functools.cache
+def scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="paceline-blocks-"))
+
+
+@functools.cache
+def target_reference(spec: TinySpec) -> TargetReference:
+    return TargetReference(tiny_models.make(spec))
+
+
+@functools.cache
+def sequences(spec: TinySpec) -> Sequences:
+    return greedy_sequences(spec, target_reference(spec).greedy, longest_prompt=30)
+
+
+@functools.cache
+def trained(case: str) -> tuple[Path, BlockReference]:
+    """A drafter that is right about every other time."""
+    target, spec = CASES[case]
+    path = scratch() / case.replace(" ", "-")
+    block_models.write(spec, tiny_models.make(target), path)
+    reference = BlockReference(spec, path, target_reference(target))
+    whole = [[*prompt, *continuation] for prompt, continuation in sequences(target)]
+    tensors = tiny_models.load_tensors(path)
+    tensors |= overfit(reference, whole, steps=60, rate=0.01, seed=1)
+    tiny_models.save_tensors(path, tensors)
+    reference = BlockReference(spec, path, target_reference(target))
+    ends = {prompt: len(prompt) + NUM_TOKENS for prompt, _ in sequences(target)}
+
+    def room(tokens: Any) -> int:
+        end = next(end for prompt, end in ends.items() if tuple(tokens[: len(prompt)]) == prompt)
+        return end - len(tokens)
+
+    reference.room = room
+    return path, reference
+
+
+def check(case: str, k: int, **engine: Any) -> None:
+    """Runs a case and compares it with the reference."""
+    target, spec = CASES[case]
+    path, reference = trained(case)
+    driver = engine.pop("draft_driver", "unrolled")
+    config = {
+        "model": str(path),
+        "num_speculative_tokens": k,
+        "x": {"draft_driver": driver, "adaptive": False},
+    }
+    tokens, emitted = drafter_golden.run(
+        target, sequences(target), config, ("method", spec.method), **engine
+    )
+    check_run(reference, sequences(target), tokens, emitted, k, LEAST_MARGIN, LEAST_COMPARED)

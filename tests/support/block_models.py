@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny block drafters, DFlash and DSpark, in every layout that is read, for tests.
+
+    path = write(BlockSpec("z-lab", window=6), target_dir, tmp_path / "drafter")
+
+Every parameter is random. torch is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_models import vocabulary_maps
+from tiny_models import load_tensors, read_json, save_tensors, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+# z-lab's DFlash, deepseek-ai's flat configuration, the same nested, and that of speculators.
+LAYOUTS = ("z-lab", "deepseek", "nested", "speculators")
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A tiny block drafter.
+
+    Attributes:
+        layout: One of `LAYOUTS`.
+        seed: The seed of the weights.
+        block_size: Tokens of a block.
+        num_layers: Layers; with a window, every second one slides, beginning with the first.
+        window: Positions that a sliding layer sees; 0: all layers are full.
+        is_causal: What the file says of causality in sliding layers; None: it says nothing.
+        aux_layers: The target's layers by their input.
+        markov_rank: Columns of the Markov head's table; 0: DFlash.
+        draft_vocab_size: Rows of the lm_head; None: all ids.
+        attention_bias: Biases on q, k, v and o.
+        intermediate_size: Width of the MLP.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Elements of a head.
+    """
+
+    layout: str = "z-lab"
+    seed: int = 0
+    block_size: int = 5
+    num_layers: int = 2
+    window: int = 0
+    is_causal: bool | None = None
+    aux_layers: tuple[int, ...] = (1, 3, 5)
+    markov_rank: int = 0
+    draft_vocab_size: int | None = None
+    attention_bias: bool = False
+    intermediate_size: int = 80
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+
+    @property
+    def method(self) -> str:
+        """Its method in `speculative_config`."""
+        return "dspark" if self.markov_rank else "dflash"
+
+    @property
+    def samples_from_anchor(self) -> bool:
+        """Whether the row of the newest token predicts one."""
+        if self.layout == "speculators":
+            return self.method == "dspark"
+        return self.layout != "z-lab"
+
+    @property
+    def max_drafts(self) -> int:
+        """The drafts of a whole block."""
+        return self.block_size - (0 if self.samples_from_anchor else 1)
+
+    @property
+    def owns_tables(self) -> bool:
+        """Whether the files have embeddings and an lm_head over all ids."""
+        return self.layout in ("deepseek", "nested")
+
+
+def write(spec: BlockSpec, target_dir: Path, out: Path) -> Path:
+    """Writes a drafter for a target into a new folder."""
+    target = read_json(target_dir / "config.json")
+    target = target.get("text_config", target)
+    out.mkdir(parents=True)
+    write_json(out / "config.json", config_json(spec, target))
+    tensors = random_tensors(spec, target)
+    if spec.owns_tables:
+        # Such files have copies of the target's tables.
+        theirs = load_tensors(target_dir)
+        embedding = theirs["model.embed_tokens.weight"].float()
+        tensors["embed_tokens.weight"] = embedding
+        tensors["lm_head.weight"] = theirs.get("lm_head.weight", embedding).float()
+    save_tensors(out, tensors)
+    return out
+
+
+def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, as in published drafters."""
+    vocab = target["vocab_size"]
+    layer: dict[str, Any] = {
+        "model_type": "qwen3",
+        "hidden_size": target["hidden_size"],
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 20_000.0,
+        "hidden_act": "silu",
+        "attention_bias": spec.attention_bias,
+        "tie_word_embeddings": False,
+    }
+    if spec.window:
+        kinds = ("sliding_attention", "full_attention")
+        layer["layer_types"] = [kinds[i % 2] for i in range(spec.num_layers)]
+        layer["sliding_window"] = spec.window
+        layer["use_sliding_window"] = True
+    by_output = [index - 1 for index in spec.aux_layers]
+    head: dict[str, Any] = {"mask_token_id": vocab - 1}
+    if spec.layout != "z-lab" and spec.layout != "speculators":
+        head |= {"markov_rank": spec.markov_rank, "markov_head_type": "vanilla"}
+    if spec.layout == "z-lab":
+        nested = head | {"target_layer_ids": by_output}
+        if spec.is_causal is not None:
+            nested["causal"] = spec.is_causal
+        return layer | {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": spec.block_size,
+            "dflash_config": nested,
+        }
+    if spec.layout == "deepseek":
+        return (
+            layer
+            | head
+            | {
+                "architectures": ["Qwen3DSparkModel"],
+                "block_size": spec.block_size,
+                "target_layer_ids": by_output,
+                "num_anchors": 512,
+                "enable_confidence_head": False,
+            }
+        )
+    if spec.layout == "nested":
+        return layer | {
+            "architectures": ["DSparkDraftModel"],
+            "dflash_config": head
+            | {
+                "projector_type": "dspark",
+                "block_size": spec.block_size,
+                "target_layer_ids": by_output,
+            },
+        }
+    config: dict[str, Any] = {
+        "architectures": ["DSparkDraftModel" if spec.markov_rank else "DFlashDraftModel"],
+        "speculators_model_type": spec.method,
+        "block_size": spec.block_size,
+        "aux_hidden_state_layer_ids": list(spec.aux_layers),
+        "draft_vocab_size": spec.draft_vocab_size or vocab,
+        "target_hidden_size": target["hidden_size"],
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": spec.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": spec.max_drafts}
+            ],
+            "verifier": {
+                "name_or_path": "some/target",
+                "architectures": list(target["architectures"]),
+            },
+        },
+    }
+    config |= head
+    if spec.is_causal is not None:
+        config["sliding_window_non_causal"] = not spec.is_causal
+    if spec.markov_rank:
+        config |= {"markov_rank": spec.markov_rank, "markov_head_type": "vanilla"}
+    return config
+
+
+def shapes(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor but copies of the target's tables, `d2t` and `t2d`."""
+    hidden, vocab = target["hidden_size"], target["vocab_size"]
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    found: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(spec.aux_layers) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(spec.num_layers):
+        name = f"layers.{i}."
+        found[f"{name}input_layernorm.weight"] = (hidden,)
+        found[f"{name}post_attention_layernorm.weight"] = (hidden,)
+        for projection, shape in {
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+        }.items():
+            found[f"{name}self_attn.{projection}.weight"] = shape
+            if spec.attention_bias:
+                found[f"{name}self_attn.{projection}.bias"] = shape[:1]
+        found[f"{name}self_attn.q_norm.weight"] = (spec.head_dim,)
+        found[f"{name}self_attn.k_norm.weight"] = (spec.head_dim,)
+        found[f"{name}mlp.gate_proj.weight"] = (spec.intermediate_size, hidden)
+        found[f"{name}mlp.up_proj.weight"] = (spec.intermediate_size, hidden)
+        found[f"{name}mlp.down_proj.weight"] = (hidden, spec.intermediate_size)
+    rows = spec.draft_vocab_size or vocab
+    if spec.draft_vocab_size is not None:
+        found["lm_head.weight"] = (rows, hidden)
+    if spec.markov_rank:
+        found["markov_head.markov_w1.weight"] = (vocab, spec.markov_rank)
+        found["markov_head.markov_w2.weight"] = (rows, spec.markov_rank)
+    return found
+
+
+def random_tensors(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of `shapes`, random; the reduced vocabulary is a random choice of ids."""
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes(spec, target).items():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.seed} {name}".encode()))
+        noise = torch.randn(shape, generator=generator)
+        is_norm = len(shape) == 1 and not name.endswith("bias")
+        tensors[name] = 1 + 0.1 * noise if is_norm else 0.2 * noise
+    if spec.draft_vocab_size is not None:
+        generator = torch.Generator().manual_seed(spec.seed)
+        chosen = torch.randperm(target["vocab_size"], generator=generator)
+        ids = chosen[: spec.draft_vocab_size].sort().values
+        tensors |= vocabulary_maps(ids, target["vocab_size"])
+    return tensors

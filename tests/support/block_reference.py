@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash and DSpark in torch, float64, written from their equations: the expected drafts.
+
+No code of Paceline is used: this module reads the files itself and has no cache. With tokens
+t_0..t_P known and the target's hidden states of positions 0 to P - 1, a block has the rows t_P,
+mask, mask, ... at positions P, P + 1, ... Its attention reads keys and values of the context, made
+from the hidden states, and of the block's own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from block_models import BlockSpec
+from eagle_reference import Draft, TargetReference, TargetStates
+from tiny_models import load_tensors, read_json
+
+
+class BlockReference:
+    """A block drafter.
+
+    Attributes:
+        weights: Its tensors by their names in the file. To train it, replace them with tensors that
+            require gradients.
+        room: How many tokens may follow `tokens` in a request: a block never goes further.
+    """
+
+    def __init__(self, spec: BlockSpec, directory: Path, target: TargetReference) -> None:
+        """Reads a drafter's folder; the spec says how its layout is meant."""
+        self.spec = spec
+        self.target = target
+        self.weights: dict[str, Tensor] = {
+            name: tensor.double() if tensor.is_floating_point() else tensor
+            for name, tensor in load_tensors(directory).items()
+        }
+        config = read_json(directory / "config.json")
+        layer = config.get("transformer_layer_config", config)
+        self.eps = layer["rms_norm_eps"]
+        self.theta = layer["rope_theta"]
+        self.mask_token = config.get("dflash_config", config)["mask_token_id"]
+        self.room: Callable[[Sequence[int]], int] = lambda tokens: 1 << 30
+
+    # ---- what a row sees -----------------------------------------------------------------------
+
+    def sees(self, layer: int, row: int, key: int, first: int) -> bool:
+        """Whether the row at a position sees the key at one, in a block that begins at `first`."""
+        spec = self.spec
+        is_sliding = spec.window > 0 and layer % 2 == 0
+        if spec.layout == "speculators":
+            if key < first:
+                return not is_sliding or key >= first - spec.window
+            causal = is_sliding and (spec.is_causal is None or spec.is_causal)
+            return key <= row or not causal
+        causal = is_sliding if spec.is_causal is None else spec.is_causal
+        if causal and key > row:
+            return False
+        return not is_sliding or key > row - spec.window
+
+    # ---- a block -------------------------------------------------------------------------------
+
+    def context(self, states: TargetStates) -> Tensor:
+        """What keys and values of the context are made from, [tokens, hidden]."""
+        taps = torch.cat([states.streams[i] for i in self.spec.aux_layers], dim=-1)
+        weight = self.weights["fc.weight"]
+        return self.rms(taps.to(weight.dtype) @ weight.T, self.weights["hidden_norm.weight"])
+
+    def block(self, context: Tensor, newest: int, num_drafts: int) -> Tensor:
+        """The logits of a block without its Markov head, [num_drafts, draft vocab]."""
+        spec, w = self.spec, self.weights
+        first = len(context)
+        skipped = 0 if spec.samples_from_anchor else 1
+        ids = torch.tensor([newest] + [self.mask_token] * (num_drafts - 1 + skipped))
+        x = w.get("embed_tokens.weight", self.target.embedding.to(context.dtype))[ids]
+        for i in range(spec.num_layers):
+            name = f"layers.{i}."
+            normed = self.rms(x, w[f"{name}input_layernorm.weight"])
+            x = x + self.attention(i, normed, context, first)
+            normed = self.rms(x, w[f"{name}post_attention_layernorm.weight"])
+            gate = torch.nn.functional.silu(normed @ w[f"{name}mlp.gate_proj.weight"].T)
+            up = normed @ w[f"{name}mlp.up_proj.weight"].T
+            x = x + (gate * up) @ w[f"{name}mlp.down_proj.weight"].T
+        h = self.rms(x[skipped:], w["norm.weight"])
+        return h @ w.get("lm_head.weight", self.target.lm_head.to(h.dtype)).T
+
+    def bias(self, previous: Tensor) -> Tensor | float:
+        """What the Markov head adds after tokens."""
+        if not self.spec.markov_rank:
+            return 0.0
+        table = self.weights["markov_head.markov_w1.weight"]
+        return table[previous] @ self.weights["markov_head.markov_w2.weight"].T
+
+    def draft(self, tokens: Sequence[int], k: int, states: TargetStates) -> list[Draft]:
+        """Drafts k tokens greedily, or fewer where the request ends.
+
+        Args:
+            tokens: t_0..t_P.
+            k: The number of drafts.
+            states: The target's results for t_0..t_{P-1}.
+        """
+        count = min(k, self.room(tokens))
+        drafts: list[Draft] = []
+        if count > 0:
+            logits = self.block(self.context(states), tokens[-1], count)
+            previous = tokens[-1]
+            for row in logits:
+                own = row + self.bias(torch.tensor(previous))
+                top = own.topk(2).values
+                previous = self.token_of(int(own.argmax()))
+                drafts.append(Draft(previous, own, float((top[0] - top[1]) / own.abs().max())))
+        # `simulate` looks at k drafts, of which the request has no room for these.
+        return drafts + [Draft(-1, torch.zeros(1), 1.0)] * (k - count)
+
+    def token_of(self, row: int) -> int:
+        """The target's token id of a row of the lm_head."""
+        offsets = self.weights.get("d2t")
+        return row if offsets is None else row + int(offsets[row])
+
+    # ---- pieces --------------------------------------------------------------------------------
+
+    def rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm."""
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def attention(self, layer: int, x: Tensor, context: Tensor, first: int) -> Tensor:
+        """The attention of a block's rows, one head at a time."""
+        spec = self.spec
+        name = f"layers.{layer}.self_attn."
+        w = self.weights
+
+        def project(source: Tensor, projection: str, heads: int) -> Tensor:
+            y = source @ w[f"{name}{projection}.weight"].T
+            bias = w.get(f"{name}{projection}.bias")
+            return (y if bias is None else y + bias).view(len(source), heads, spec.head_dim)
+
+        sources = torch.cat([context, x])
+        positions = torch.arange(len(sources))
+        q = self.rms(project(x, "q_proj", spec.heads), w[f"{name}q_norm.weight"])
+        k = self.rms(project(sources, "k_proj", spec.kv_heads), w[f"{name}k_norm.weight"])
+        v = project(sources, "v_proj", spec.kv_heads)
+        q, k = self.rope(q, positions[first:]), self.rope(k, positions)
+        hidden = torch.tensor(
+            [
+                [not self.sees(layer, first + row, key, first) for key in range(len(sources))]
+                for row in range(len(x))
+            ]
+        )
+        outputs = []
+        for head in range(spec.heads):
+            shared = head // (spec.heads // spec.kv_heads)
+            scores = q[:, head] @ k[:, shared].T / spec.head_dim**0.5
+            outputs.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, shared])
+        y = torch.cat(outputs, dim=-1) @ w[f"{name}o_proj.weight"].T
+        bias = w.get(f"{name}o_proj.bias")
+        return y if bias is None else y + bias
+
+    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotates the halves of each head by its position."""
+        half = self.spec.head_dim // 2
+        frequencies = self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = positions.double().unsqueeze(1) * frequencies
+        cos, sin = angles.cos().unsqueeze(1).to(x.dtype), angles.sin().unsqueeze(1).to(x.dtype)
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def overfit(
+    reference: BlockReference, texts: Sequence[Sequence[int]], *, steps: int, rate: float, seed: int
+) -> dict[str, Tensor]:
+    """Trains a block drafter on some sequences, so that it drafts them well.
+
+    Every step takes two random places of each text.
+
+    Returns:
+        The new tensors, float32, by their names in the reference.
+    """
+    kept = reference.weights
+    fixed = ("embed_tokens.weight", "lm_head.weight")
+    trained = {
+        name: tensor.float().requires_grad_(name not in fixed or "d2t" in kept)
+        for name, tensor in kept.items()
+        if tensor.is_floating_point()
+    }
+    rows: Tensor | None = None
+    if "d2t" in kept:
+        rows = torch.full((len(reference.target.embedding),), -1)
+        rows[kept["d2t"] + torch.arange(len(kept["d2t"]))] = torch.arange(len(kept["d2t"]))
+    states = [reference.target.states(text) for text in texts]
+    reference.weights = kept | trained
+    optimizer = torch.optim.Adam([t for t in trained.values() if t.requires_grad], lr=rate)
+    random = torch.Generator().manual_seed(seed)
+    k = reference.spec.max_drafts
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for text, of_text in zip(texts, states, strict=True):
+            context = reference.context(of_text)
+            for _ in range(2):
+                at = int(torch.randint(1, len(text) - k, (), generator=random))
+                logits = reference.block(context[:at], text[at], k)
+                logits = logits + reference.bias(torch.tensor(text[at : at + k]))
+                wanted = torch.tensor(text[at + 1 : at + 1 + k])
+                loss = (
+                    loss
+                    + torch.nn.functional.cross_entropy(
+                        logits, wanted if rows is None else rows[wanted], ignore_index=-1
+                    ).nan_to_num()
+                )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_([t for t in trained.values() if t.requires_grad], 1.0)
+        optimizer.step()
+    result = {name: tensor.detach() for name, tensor in trained.items()}
+    reference.weights = kept | {name: tensor.double() for name, tensor in result.items()}
+    return result
