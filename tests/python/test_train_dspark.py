@@ -104,3 +104,26 @@ def test_training_drafts_as_inference_does(tmp_path: Path) -> None:
             correction = weights["markov_head.markov_w2.weight"] @ embedding
             token = (target.lm_head @ row + correction).argmax()
             assert token == draft
+
+
+def test_the_saved_drafter_reads_streams_as_they_are() -> None:
+    """Training divides the streams by a scale, which `fc` then contains."""
+    pytest.importorskip("safetensors")
+    training = pytest.importorskip("train_dspark")
+    plan = training.Plan(
+        prompts=4, rounds=1, longest_prompt=40, new_tokens=8, batch=2, windows=0, blocks=2,
+        steps=1, rate=0.0, layers=1, intermediate=16, rank=8,
+    )  # fmt: skip
+    stream = torch.randint(4096, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    target = find_demo("draft_model").target
+    clock = training.Clock.start(None)
+    material = training.Material.make(plan, target, stream, "cpu", clock)
+    drafter = training.new_drafter(plan, material.target)
+    pool = training.Pool(plan, drafter, material)
+    _, _, anchors, streams, _ = pool.draw()
+    tokens = torch.zeros_like(anchors)
+    before = drafter(streams, anchors, tokens).detach()
+    training.train(plan, drafter, material, None)
+    after = drafter(streams * pool.scale, anchors, tokens).detach()
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    assert pool.scale.max() > 2 * pool.scale.min()
