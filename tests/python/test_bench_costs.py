@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tiny_models
-from paceline.bench import floor, models
+from paceline.bench import floor, latency, models
 from paceline.bench.costs import (
     Matrix,
     MatrixCosts,
@@ -146,6 +146,57 @@ def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
     assert added == 5 * (num_rows * row + 3 * 2 * 300)
     # Prompt lookup verifies and computes nothing else.
     assert alone == 4 * floor.iteration_flops(model, None, 0, workload)
+
+
+@pytest.mark.parametrize(("anchors", "num_rows"), [(True, 3), (False, 4)])
+def test_passes_of_a_block_drafter(config_dir: Path, anchors: bool, num_rows: int) -> None:
+    """One pass over a block with k = 3, behind the context of four tokens and before the chain."""
+    model = models.load(str(config_dir), dummy=True)
+    workload = Workload(concurrency=5, input_len=20, output_len=8)
+    block = {"drafter": {"kind": "dspark", "block": {"samples_from_anchor": anchors}}}
+
+    class Drafter(models.BenchModel):
+        @property
+        def costs(self) -> MatrixCosts:  # type: ignore[override]
+            sizes = {"fc": 800, "layers.0.attn.qkv": 600, "layers.0.mlp.down": 400}
+            heads = {"lm_head": 200, "markov": 100}
+            return MatrixCosts(
+                (
+                    *(Matrix(name, size, size // 2) for name, size in sizes.items()),
+                    *(Matrix(name, size, size // 2, True) for name, size in heads.items()),
+                )
+            )
+
+    draft = Drafter("draft", replace(model.loaded, config=model.config | block))
+    attention = model.config["layers"][0]["attention"]
+    kv_heads = 2 * attention["num_kv_heads"]
+    kv = 600 * kv_heads / (attention["num_qo_heads"] + kv_heads)
+    num_bytes = floor.iteration_draft_bytes(draft, None, 3)
+    assert num_bytes == int(800 + kv + 600 + 400 + 200 + 3 * 100)
+    flops = (
+        4 * (800 + kv)
+        + num_rows * (600 + 400 + attention_flops(model.config, 24))
+        + 3 * (200 + 100)
+    )
+    alone = floor.iteration_flops(model, None, 3, workload)
+    assert floor.iteration_flops(model, draft, 3, workload) - alone == int(5 * flops)
+    assert floor.iteration_draft_bytes(draft, None, 0) == 0
+    # The floor has the same passes: the target's, and the three parts of the draft.
+    [row] = latency.measure(model, None, None, [replace(workload, output_len=4)], rounds=1)
+    row = replace(row, num_draft_tokens=3, workload=workload)
+    _, *parts = floor._passes(model, draft, row)
+    assert [op.name for ops in parts for op in ops if "attention" not in op.name] == [
+        "fc", "layers.0.attn.kv", "layers.0.attn.qkv", "layers.0.mlp.down", "lm_head",
+        "markov", "markov", "markov",
+    ]  # fmt: skip
+    assert sum(op.flops for ops in parts for op in ops) == 5 * flops
+    kv_bytes = sum(op.num_bytes for op in parts[1] if "attention" in op.name)
+    one = floor.iteration_kv_bytes(model, None, 3, workload)
+    assert floor.iteration_kv_bytes(model, draft, 3, workload) - one == kv_bytes == one
+    adaptive = replace(row, may_stop_early=True, is_adaptive=True)
+    assert len(floor._passes(model, draft, adaptive)) == 1
+    prompts = floor._prompt_passes(model, draft, row)
+    assert prompts[1][0].flops == 5 * 20 * 800 and len(prompts) == 1 + 2 + 3
 
 
 def test_the_additive_floor_of_a_known_pair() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from errors import raises
-from paceline.bench import models
+from paceline.bench import floor, models
 from paceline.bench.costs import kv_bytes_read, matrix_costs
 from paceline.cli import main
 from paceline.loader import decoder_config, drafter_config, families, open_checkpoint
@@ -137,6 +137,51 @@ def test_the_draft_head_of_gpt_oss() -> None:
     parameters = matrix_costs(described, "bfloat16").parameters
     assert parameters == 2880 * 8640 + layer + 64_000 * 2880
     assert 2 * parameters / 2**30 == pytest.approx(0.513, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "head", "chain", "context"),
+    [
+        # Millions of parameters of published files; GB of the lm_head, of the Markov head, and of
+        # fc with the keys and values of all layers.
+        ("qwen3-8b-dflash", 1048.6, 1.245, 0.0, 0.252),
+        ("qwen3-8b-dspark", 1048.6, 1.245, 0.0778, 0.252),
+        ("llama-3-8b-dflash", 1048.6, 1.051, 0.0, 0.252),
+        ("gpt-oss-20b-dflash", 784.8, 1.158, 0.0, 0.130),
+    ],
+)
+def test_block_drafters(
+    name: str, backbone: float, head: float, chain: float, context: float
+) -> None:
+    target_name = name.rpartition("-")[0]
+    config = named(target_name)
+    architecture = models._named_config(target_name)["architectures"][0]
+    target = Target(Path(target_name), architecture, config, "bfloat16")
+    described = drafter_config(models._named_config(name), target, source=name)
+    sizes = {
+        matrix.name: matrix.num_bytes for matrix in matrix_costs(described, "bfloat16").matrices
+    }
+    layers = described["layers"]
+    attention = layers[0]["attention"]
+    hidden, heads, dim = described["hidden_size"], attention["num_qo_heads"], attention["head_dim"]
+    kv_heads = attention["num_kv_heads"]
+    vectors = 2 * hidden + len(layers) * (2 * hidden + 2 * dim)
+    if attention["has_qkv_bias"]:
+        vectors += len(layers) * ((heads + 2 * kv_heads) * dim + hidden)
+    matrices = sum(sizes.values()) - sizes["lm_head"] - sizes.get("markov", 0)
+    assert (matrices // 2 + vectors) / 1e6 == pytest.approx(backbone, abs=0.1)
+
+    class Drafter:
+        config, costs = described, matrix_costs(described, "bfloat16")
+
+    # Without the context's own reads of keys and values, which the block reads again.
+    k = described["drafter"]["block"]["size"] - (0 if chain else 1)
+    again = 2 * len(layers) * 2 * kv_heads * dim * hidden
+    assert (sizes["fc"] + again) / 1e9 == pytest.approx(context, abs=5e-4)
+    read = floor.iteration_draft_bytes(Drafter(), None, k)  # type: ignore[arg-type]
+    assert read == matrices + sizes["lm_head"] + k * sizes.get("markov", 0) + again
+    assert sizes["lm_head"] / 1e9 == pytest.approx(head, abs=1e-3)
+    assert sizes.get("markov", 0) / 1e9 == pytest.approx(chain, abs=1e-4)
 
 
 def test_the_assistant_of_gemma4() -> None:

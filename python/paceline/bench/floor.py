@@ -2,12 +2,13 @@
 """The least time that an iteration can take: the reads and the arithmetic that it cannot avoid.
 
 An iteration is one pass over the target and k passes over the drafter, one after the other. Each
-pass reads its matrices and its KV once, and computes its rows. Of a mixture of experts it reads
-those that had rows, which the engine has counted. On the CPU, the bench measures how
-fast as many bytes are read again and again, since a small drafter stays in the caches, where reads
-are faster than from memory, and how fast the vector units compute; a pass takes the longer of both
-times. On CUDA, all bytes come from memory, and arithmetic runs at the rate of a large matrix
-product.
+pass reads its matrices and its KV once, and computes its rows. A block drafter has one pass for all
+drafts, after one that writes its context, and its Markov head reads a matrix for each draft. Of a
+mixture of experts a pass reads those that had rows, which the engine has counted. On the CPU, the
+bench measures how fast as many bytes are read again and again, since a small drafter stays in the
+caches, where reads are faster than from memory, and how fast the vector units compute; a pass takes
+the longer of both times. On CUDA, all bytes come from memory, and arithmetic runs at the rate of a
+large matrix product.
 
 The additive floor is the same for operations that cannot overlap: the product of each matrix and
 the attention of each layer takes the longer of its reads and its arithmetic, and the times add up.
@@ -211,7 +212,13 @@ def _passes(
     may_stop_early = row.may_stop_early
     num_verified = 1 if may_stop_early else k + 1
     passes = [one(target, row.target_experts, num_verified, num_verified)]
-    if draft is not None and k > 0 and not row.is_adaptive:
+    if draft is None or k == 0 or row.is_adaptive:
+        return passes
+    if _is_block(draft):
+        num_drafts = 1 if may_stop_early else k
+        context = workload.mean_context
+        passes += _block_passes(draft, num_verified, num_drafts, workload, context, item)
+    else:
         num_first = 1 if may_stop_early else _num_first_rows(draft, k)
         passes.append(one(draft, row.draft_experts, num_first, 1))
         passes += [one(draft, row.draft_experts, 1, 1)] * (0 if may_stop_early else k - 1)
@@ -240,7 +247,12 @@ def _prompt_passes(
         )
 
     passes = [one(target, num)]
-    if draft is not None and row.num_draft_tokens > 0:
+    if draft is None or row.num_draft_tokens == 0:
+        return passes
+    if _is_block(draft):
+        k = 1 if row.may_stop_early else row.num_draft_tokens
+        passes += _block_passes(draft, num, k, workload, num, item)
+    else:
         reads_target = draft.config.get("drafter", {}).get("kind") == "gemma4_mtp"
         passes.append(one(draft, 1 if reads_target else num))
     return passes
@@ -291,17 +303,99 @@ def pass_operations(
     return products + attentions
 
 
+def _is_block(draft: BenchModel) -> bool:
+    """Whether one pass of the drafter makes all drafts."""
+    return "block" in draft.config.get("drafter", {})
+
+
+def _block_products(draft: BenchModel, num_known: int, k: int) -> list[list[Operation]]:
+    """The products of a block drafter for one sequence: those that write its context, the pass over
+    the block, and the Markov head's for each draft.
+
+    Args:
+        draft: The drafter.
+        num_known: Tokens whose hidden states are new.
+        k: The number of drafts, at least 1.
+    """
+    head = draft.config["drafter"]["block"]
+    num_rows = k if head["samples_from_anchor"] else k + 1
+    context, block, markov = [], [], []
+    for matrix in draft.costs.matrices:
+        flops = 2 * matrix.parameters
+        if matrix.name == "fc":
+            context.append(Operation(matrix.name, matrix.num_bytes, num_known * flops))
+        elif matrix.name == "markov":
+            markov.append(Operation(matrix.name, matrix.num_bytes, flops))
+        else:
+            rows = k if matrix.is_for_logits else num_rows
+            block.append(Operation(matrix.name, matrix.num_bytes, rows * flops))
+        if matrix.name.endswith(".attn.qkv"):
+            attention = draft.config["layers"][int(matrix.name.split(".")[1])]["attention"]
+            keys = 2 * attention["num_kv_heads"]
+            part = keys / (attention["num_qo_heads"] + keys)
+            name = matrix.name.replace("qkv", "kv")
+            context.append(Operation(name, part * matrix.num_bytes, part * num_known * flops))
+    return [context, block, *[markov] * (k if markov else 0)]
+
+
+def _block_passes(
+    draft: BenchModel, num_known: int, k: int, workload: Workload, context: float, item: int
+) -> list[list[Operation]]:
+    """The passes of a block drafter for all sequences; see `_block_products`.
+
+    Args:
+        draft: The drafter.
+        num_known: Tokens of each sequence whose hidden states are new.
+        k: The number of drafts, at least 1.
+        workload: What is measured.
+        context: Tokens before the block.
+        item: Bytes per element of the cache.
+    """
+    c = workload.concurrency
+    passes = [
+        [replace(op, flops=c * op.flops) for op in ops]
+        for ops in _block_products(draft, num_known, k)
+    ]
+    num_rows = k if draft.config["drafter"]["block"]["samples_from_anchor"] else k + 1
+    passes[1] += [
+        Operation(
+            f"layers.{i}.attention",
+            c * layer_kv_bytes(layer["attention"], context, item),
+            c * num_rows * layer_attention_flops(layer["attention"], context),
+        )
+        for i, layer in enumerate(draft.config["layers"])
+    ]
+    return passes
+
+
 def iteration_kv_bytes(
     target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
 ) -> int:
-    """KV bytes of one iteration: the target's once and the drafter's k times, for all sequences."""
+    """KV bytes of one iteration, for all sequences: the target's once, the drafter's k times, those
+    of a block drafter once.
+    """
     context = workload.mean_context
     # The cache, the drafter's too, holds elements of the target's weight dtype.
     item = target.item_bytes
     one = kv_bytes_read(target.config, context, item)
     if draft is not None:
-        one += k * kv_bytes_read(draft.config, context, item)
+        num_passes = min(k, 1) if _is_block(draft) else k
+        one += num_passes * kv_bytes_read(draft.config, context, item)
     return int(workload.concurrency * one)
+
+
+def iteration_draft_bytes(draft: BenchModel, experts: float | None, k: int) -> int:
+    """Bytes of the drafter's matrices that one iteration reads.
+
+    Args:
+        draft: The drafter.
+        experts: Experts of a mixture layer that have rows, on average; None without a mixture.
+        k: The number of drafts.
+    """
+    if k == 0 or not _is_block(draft):
+        return k * draft.costs.pass_bytes(experts)
+    passes = _block_products(draft, k + 1, k)
+    return int(sum(op.num_bytes for ops in passes for op in ops))
 
 
 def iteration_flops(
@@ -309,7 +403,11 @@ def iteration_flops(
 ) -> int:
     """Arithmetic of one iteration, for all sequences."""
     total = _pass_flops(target, k + 1, k + 1, workload)
-    if draft is not None:
+    if draft is not None and _is_block(draft) and k > 0:
+        context = workload.mean_context
+        passes = _block_passes(draft, k + 1, k, workload, context, target.item_bytes)
+        total += sum(op.flops for ops in passes for op in ops)
+    elif draft is not None:
         # Each later draft step has one row per sequence; every pass computes one row of logits.
         total += _pass_flops(draft, _num_first_rows(draft, k) + k - 1, k, workload)
     return int(total)

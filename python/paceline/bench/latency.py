@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.floor import iteration_flops, iteration_kv_bytes
+from paceline.bench.floor import iteration_draft_bytes, iteration_flops, iteration_kv_bytes
 from paceline.bench.gpu_state import GpuSample, GpuSampler, GpuState, gpu_state
 from paceline.bench.models import BenchModel
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once, trace
@@ -346,7 +346,7 @@ def _sum_up(
     target_experts, draft_experts = samples.target_experts.mean, samples.draft_experts.mean
     weight_bytes = target.costs.pass_bytes(target_experts)
     if draft is not None:
-        weight_bytes += k * draft.costs.pass_bytes(draft_experts)
+        weight_bytes += iteration_draft_bytes(draft, draft_experts, k)
     kv_bytes = iteration_kv_bytes(target, draft, k, workload)
     num_bytes = weight_bytes + kv_bytes
     return Measurement(
