@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from paceline._core import ModelNotFoundError
 from paceline.checks import shorten
 from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
+from paceline.loader.block import default_num_drafts
 from paceline.loader.files import find
 from paceline.loader.speculators import CURE, Speculators, read_speculators
-from paceline.speculative_config import SpeculativeConfig
+from paceline.speculative_config import BLOCK_METHODS, SpeculativeConfig
 
 
 class _Options(TypedDict):
@@ -82,13 +84,13 @@ def find_models(
         speculative = _with_own_drafter(
             speculative, folder, lambda: folder.converted.num_speculative_tokens
         )
-    elif speculative is not None:
-        speculative = speculative.completed(str(folder.path))
+    else:
+        speculative = _with_subfolder(speculative, folder)
     if speculative is not None and speculative.method == "mtp" and speculative.model is None:
         return ModelSources(target, target, speculative)
     if speculative is None or speculative.model is None:
         return ModelSources(target, None, speculative)
-    if speculative.model == str(folder.path):
+    if speculative.model == str(folder.path) and speculative.num_speculative_tokens is not None:
         return ModelSources(target, folder, speculative)
     argument = "speculative_config['model']"
     draft = find_folder(
@@ -99,7 +101,53 @@ def find_models(
             f"{argument} is {shorten(speculative.model)}, but method 'mtp' drafts with a layer in "
             f"the target's own files, {target.path}; allowed: no 'model'"
         )
-    return ModelSources(target, CheckpointFolder(draft), speculative)
+    drafter = CheckpointFolder(draft)
+    if speculative.num_speculative_tokens is None:
+        k = _default_k(drafter)
+        speculative = dataclasses.replace(speculative, num_speculative_tokens=k)
+    return ModelSources(target, drafter, speculative)
+
+
+def _default_k(folder: CheckpointFolder) -> int | None:
+    """The number of drafts that a drafter's folder names; of a block drafter those of its block."""
+    if folder.is_converted:
+        return folder.converted.num_speculative_tokens
+    speculators = read_speculators(folder.config)
+    if speculators is not None:
+        return speculators.num_speculative_tokens
+    return default_num_drafts(folder.config)
+
+
+def _with_subfolder(
+    given: SpeculativeConfig | None, folder: CheckpointFolder
+) -> SpeculativeConfig | None:
+    """Completes a configuration with the block drafter in a subfolder of the target.
+
+    Raises:
+        ValueError: There are two and the configuration names none, or there is not the named one.
+    """
+    needs_drafter = given is None or (given.is_incomplete and not given.is_off)
+    is_named = given is not None and given.method in BLOCK_METHODS and given.model is None
+    if given is not None and not needs_drafter and not is_named:
+        return given.completed(str(folder.path))
+    names = BLOCK_METHODS if given is None or given.method is None else (given.method,)
+    found = [name for name in names if find(folder.path / name) is not None]
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder.path} has the drafters {' and '.join(map(repr, found))}, and "
+            "speculative_config names neither; allowed: a 'method' that is one of them, or "
+            "{'method': None} for plain decoding"
+        )
+    if found:
+        config = SpeculativeConfig(method=found[0]) if given is None else given
+        return dataclasses.replace(config, method=found[0], model=str(folder.path / found[0]))
+    if given is not None and given.method in BLOCK_METHODS:
+        raise ValueError(
+            f"speculative_config['method'] is {given.method!r} and 'model' is missing, but "
+            f"{folder.path} has no subfolder {given.method!r}; allowed: the drafter's folder or "
+            "its name on the hub as 'model'"
+        )
+    return None if given is None else given.completed(str(folder.path))
 
 
 def _with_own_drafter(

@@ -43,6 +43,8 @@ METHODS: Final = (
     "ngram",
     "custom",
 )
+#: The methods whose drafter says how many tokens it drafts, and may lie in the target's folder.
+BLOCK_METHODS: Final = ("dflash", "dspark")
 #: The methods without a model.
 MODEL_FREE_METHODS: Final = ("ngram", "custom")
 LATER_METHODS: Final = ("suffix",)
@@ -74,22 +76,24 @@ class SpeculativeConfig:
     """How tokens are drafted and accepted. Keys are vLLM's; Paceline's own are nested under "x".
 
     `method` and `model` may both be None where the model brings a drafter of its own: a folder of
-    `paceline convert`, or one of the `speculators` package. A configuration that sets nothing, such
+    `paceline convert`, one of the `speculators` package, or a target with a subfolder "dflash" or
+    "dspark". A configuration that sets nothing, such
     as `{"method": None}`, means plain decoding.
 
     Attributes:
         method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dspark", "ngram"
             or "custom". None: `LLM` reads it from the checkpoint in `model`.
         model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
-            a string. None with "ngram" and "custom", which need no model, and with "mtp", whose
-            layer is in the target's own files.
+            a string. None with "ngram" and "custom", which need no model, with "mtp", whose layer
+            is in the target's own files, and with "dflash" and "dspark", whose drafter is then the
+            target's subfolder of that name.
         drafter: "custom" only: a function of the token ids of prompt and output, a list, that
             returns at most k ids that may follow. The engine calls it on a thread of its own, one
             call at a time, and each request waits for it, so it is for research; see
             docs/structured-output.md. What it raises ends that request with an error.
         revision: Of a drafter on the hub: a branch, a tag or a commit. None = the default branch.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16. None, with a drafter
-            that the model brings: the default of its folder.
+            that the model brings, or with "dflash" and "dspark": as the drafter's folder says.
         rejection_sample_method: "coupled" accepts a draft if it equals the token that the target
             samples; the output is bit for bit that of plain decoding. "standard" (rejection
             sampling) and "block" (block verification) follow the target's distribution, but the
@@ -157,7 +161,7 @@ class SpeculativeConfig:
         self._check_drafter()
         self._check_prompt_lookup()
         k = self.num_speculative_tokens
-        if k is not None or not self.is_incomplete:
+        if k is not None or not (self.is_incomplete or self.method in BLOCK_METHODS):
             key = "speculative_config['num_speculative_tokens']"
             k = check_int(key, k, 1, MAX_SPECULATIVE_TOKENS)
             object.__setattr__(self, "num_speculative_tokens", k)
@@ -197,8 +201,10 @@ class SpeculativeConfig:
         Raises:
             ValueError: It is incomplete.
         """
-        if self.is_incomplete or self.num_speculative_tokens is None:
+        if self.is_incomplete:
             raise self._needs_drafter()
+        if self.num_speculative_tokens is None:
+            raise _lacks_k()
         return self.num_speculative_tokens
 
     def completed(
@@ -351,11 +357,12 @@ class SpeculativeConfig:
                     "missing; allowed: only with a 'model' on the hub"
                 )
             return
-        if self.method == "mtp" and self.model is None:
+        if self.method in ("mtp", *BLOCK_METHODS) and self.model is None:
             if self.revision is not None:
                 raise ValueError(
-                    f"speculative_config['revision'] is {shorten(self.revision)}, but method 'mtp' "
-                    "drafts with a layer of the target; allowed: no 'revision'"
+                    f"speculative_config['revision'] is {shorten(self.revision)}, but without a "
+                    f"'model' method {self.method!r} drafts with files of the target; allowed: no "
+                    "'revision'"
                 )
             return
         what = "the folder of the drafter, or its name on the hub"
@@ -474,17 +481,22 @@ class SpeculativeConfig:
                 check_choice(
                     "speculative_config['method']", value["method"], METHODS, LATER_METHODS
                 )
-            if not value or value.get("method") is not None or value.get("model") is not None:
-                raise ValueError(
-                    "speculative_config lacks 'num_speculative_tokens'; "
-                    f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
-                )
+            has_drafter = value.get("method") is not None or value.get("model") is not None
+            if not value or (has_drafter and value.get("method") not in BLOCK_METHODS):
+                raise _lacks_k()
         arguments = {key: value[key] for key in fields if key in value}
         nested = value.get("x", {})
         if not isinstance(nested, Mapping):
             raise ValueError(f"speculative_config['x'] is {shorten(nested)}; allowed: a mapping")
         _check_keys("speculative_config['x']", nested, _NESTED_KEYS)
         return cls(**arguments, **nested)
+
+
+def _lacks_k() -> ValueError:
+    return ValueError(
+        "speculative_config lacks 'num_speculative_tokens'; "
+        f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
+    )
 
 
 def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]) -> None:

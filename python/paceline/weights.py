@@ -22,7 +22,7 @@ from paceline.loader import (
 )
 from paceline.loader.binding import BoundTensor, value_error
 from paceline.loader.checkpoint import OpenedModel, widened
-from paceline.loader.drafters import MTP, with_feedback
+from paceline.loader.drafters import MTP, Target, with_feedback
 from paceline.loader.state_dict import MemoryTensors
 from paceline.speculative_config import SpeculativeConfig
 
@@ -153,9 +153,10 @@ def update_weights(
     updates = [(target.model, _named_tensors(opened))]
     tensors = opened.tensors
     new_target = _renewed(target, opened)
+    new_facts = dataclasses.replace(opened.as_target(), path=target.path)
     new_draft = draft
     if draft_state_dict is not None and draft is not None:
-        opened = _reopen(draft, draft_state_dict, "draft_state_dict", new_target)
+        opened = _reopen(draft, draft_state_dict, "draft_state_dict", new_facts)
         updates.append((draft.model, _named_tensors(opened)))
         tensors += opened.tensors
         new_draft = _renewed(draft, opened)
@@ -176,7 +177,7 @@ def _reopen(
     loaded: LoadedModel,
     tensors: Mapping[str, Any],
     name: str,
-    target: LoadedModel | None = None,
+    target: Target | None = None,
 ) -> OpenedModel:
     """Checks new tensors against the configuration that a model was loaded with."""
     if loaded.hf_config is None:
@@ -189,7 +190,7 @@ def _reopen(
     if target is None or loaded.method == "draft_model":
         opened = open_checkpoint(memory, loaded.weight_dtype, is_drafter=True)
     else:
-        opened = open_drafter(memory, target.as_target(), loaded.method)
+        opened = open_drafter(memory, target, loaded.method)
         if loaded.method == MTP:
             feedback = "normed" if loaded.config["drafter"]["norm_output"] else "raw"
             config = with_feedback(opened.family.config, feedback, name)

@@ -17,7 +17,16 @@ from errors import raises
 from paceline import LLM, SamplingParams
 from paceline._core import ModelFileError
 from paceline.loader import open_checkpoint, open_drafter
-from tiny_models import TinySpec, edit_config, edit_tensors, make, read_json, write_json
+from tiny_models import (
+    TinySpec,
+    copy_checkpoint,
+    edit_config,
+    edit_tensors,
+    load_tensors,
+    make,
+    read_json,
+    write_json,
+)
 
 TARGET = TinySpec("qwen3", seed=40, num_layers=8)
 SPECS = {
@@ -182,3 +191,90 @@ def test_refusals(
     edit(path)
     with raises(error, *seen):
         opened(path)
+
+
+# ---- in the target's folder, and how many drafts -----------------------------------------------
+
+
+@pytest.fixture
+def target_with(tmp_path: Path) -> Any:
+    """Writes a copy of the target with drafters in subfolders."""
+
+    def write(**layouts: str) -> Path:
+        path = copy_checkpoint(make(TARGET), tmp_path / "target")
+        for name, layout in layouts.items():
+            block_models.write(SPECS[layout], make(TARGET), path / name)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "k"),
+    [
+        (None, "dspark", 5),
+        ({"num_speculative_tokens": 2}, "dspark", 2),
+        ({"method": "dspark"}, "dspark", 5),
+        ({"method": None}, None, None),
+        ({"method": "ngram", "num_speculative_tokens": 2}, "ngram", 2),
+    ],
+)
+def test_a_subfolder_of_the_target_drafts(
+    config: Any, method: str | None, k: int | None, target_with: Any
+) -> None:
+    with LLM(target_with(dspark="deepseek"), speculative_config=config, **ENGINE) as llm:
+        chosen = llm.speculative_config
+        assert (chosen and chosen.method, chosen and chosen.num_speculative_tokens) == (method, k)
+        [output] = llm.generate([PROMPTS[0]], greedy())
+    assert output.outputs[0].token_ids == plain_outputs(TARGET)[0]
+
+
+def test_subfolders_that_do_not_say_which(target_with: Any) -> None:
+    path = target_with(dspark="deepseek", dflash="z-lab")
+    with raises(ValueError, path, "'dflash' and 'dspark'", "{'method': None}"):
+        LLM(path, **ENGINE)
+    with LLM(path, speculative_config={"method": "dflash"}, **ENGINE) as llm:
+        assert llm.speculative_config is not None
+        assert llm.speculative_config.num_speculative_tokens == 4
+    with raises(ValueError, "'dspark'", "no subfolder", "'model'"):
+        LLM(make(TARGET), speculative_config={"method": "dspark"}, **ENGINE)
+
+
+@pytest.mark.parametrize(("layout", "k"), [("z-lab", 4), ("deepseek", 5), ("speculators", 5)])
+def test_k_of_the_folder(layout: str, k: int, tmp_path: Path) -> None:
+    config = {"method": SPECS[layout].method, "model": str(drafter(layout, tmp_path))}
+    with LLM(make(TARGET), speculative_config=config, load_format="dummy", **ENGINE) as llm:
+        assert llm.speculative_config is not None
+        assert llm.speculative_config.num_speculative_tokens == k
+
+
+# ---- copies of the target's tables -------------------------------------------------------------
+
+
+def test_copies_are_shared_and_other_tables_are_used(tmp_path: Path) -> None:
+    path = drafter("deepseek", tmp_path)
+    shared = opened(path)
+    owns = ("owns_embedding", "owns_lm_head")
+    assert [shared.config["drafter"][key] for key in owns] == [False, False]
+    edit_tensors(path, lambda tensors: tensors["lm_head.weight"].mul_(-1.0))
+    own = opened(path)
+    assert [own.config["drafter"][key] for key in owns] == [False, True]
+    assert {t.spec.name for t in own.tensors} - {t.spec.name for t in shared.tensors} == {
+        "lm_head.weight"
+    }
+    edit_tensors(path, lambda tensors: tensors["embed_tokens.weight"].add_(1.0))
+    assert [opened(path).config["drafter"][key] for key in owns] == [True, True]
+    check_both_ways(make(TARGET), path, tmp_path / "converted")
+
+
+def test_weight_updates_with_copies(tmp_path: Path) -> None:
+    path = drafter("deepseek", tmp_path)
+    tensors = load_tensors(path)
+    config = {"model": str(path), "num_speculative_tokens": 3}
+    target = load_tensors(make(TARGET))
+    with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
+        llm.update_weights(target, draft_state_dict=tensors)
+        assert outputs(llm) == plain_outputs(TARGET)
+        tensors["lm_head.weight"] = -tensors["lm_head.weight"]
+        with raises(ModelFileError, "draft_state_dict", "drafter"):
+            llm.update_weights(target, draft_state_dict=tensors)

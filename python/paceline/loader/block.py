@@ -12,11 +12,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline._core import ModelFileError
+from paceline.limits import MAX_SPECULATIVE_TOKENS
 
+from .binding import same_bytes
 from .decoder import Sizes, describe, read_activation, read_sizes, same_layers
 from .decoder_tensors import LINEARS, QK_NORMS
 from .description import check_description
@@ -33,6 +35,7 @@ from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
 from .messages import show
 from .rope import read_rope
 from .section import Section
+from .tensor_source import TensorSource
 
 #: Keys that change what the drafter computes, and that Paceline does not implement.
 _REFUSED_KEYS: Final = (
@@ -67,6 +70,7 @@ class BlockFacts:
         has_map: It has `d2t`.
         has_qkv_bias: It has biases on q, k and v.
         has_o_bias: It has a bias on o.
+        copies: Tensors that are copies of the target's and are not read.
     """
 
     prefix: str = ""
@@ -77,6 +81,7 @@ class BlockFacts:
     has_map: bool = False
     has_qkv_bias: bool = False
     has_o_bias: bool = False
+    copies: tuple[str, ...] = ()
 
 
 # ---- which kind is it? -------------------------------------------------------------------------
@@ -113,6 +118,17 @@ def _markov_rank(top: Section) -> int:
     return 0
 
 
+def default_num_drafts(top: Section) -> int:
+    """The drafts of a whole block, or as many as an engine makes.
+
+    Raises:
+        ModelFileError: A key is missing or has a wrong value.
+    """
+    block = _nested(top)
+    size = (block if block.has("block_size") else top).integer("block_size", low=1, high=64)
+    return min(size if _samples_from_anchor(top) else max(size - 1, 1), MAX_SPECULATIVE_TOKENS)
+
+
 # ---- its parts ---------------------------------------------------------------------------------
 
 
@@ -136,6 +152,34 @@ def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
         has_qkv_bias=f"{prefix}layers.0.self_attn.q_proj.bias" in shapes,
         has_o_bias=f"{prefix}layers.0.self_attn.o_proj.bias" in shapes,
     )
+
+
+def without_copies(
+    facts: BlockFacts, owners: Mapping[str, TensorSource], target: Target
+) -> BlockFacts:
+    """The parts of a block drafter without copies of the target's tables, which it shares instead.
+
+    Args:
+        facts: Its parts.
+        owners: Its tensors by name.
+        target: The target.
+
+    Raises:
+        ModelFileError: A tensor cannot be read.
+    """
+
+    def is_copy(name: str, table: str) -> bool:
+        theirs = target.tables.get(table)
+        if theirs is None or name not in owners:
+            return False
+        return same_bytes(owners[name], name, theirs.shard, theirs.source)
+
+    embeddings, lm_head = f"{facts.prefix}embed_tokens.weight", "lm_head.weight"
+    if is_copy(embeddings, "embed.weight"):
+        facts = replace(facts, has_embedding=False, copies=(embeddings,))
+    if not facts.has_map and is_copy(lm_head, "lm_head.weight"):
+        facts = replace(facts, draft_vocab_size=None, copies=(*facts.copies, lm_head))
+    return facts
 
 
 def guess_block_facts(top: Section, target: Target) -> BlockFacts:
@@ -226,7 +270,7 @@ def translate_block(
         config,
         _tensors(sizes, facts, drafter),
         prefixes=(facts.prefix,),
-        ignored_prefixes=ignored,
+        ignored_prefixes=(*ignored, *facts.copies),
     )
     return family, notes
 
@@ -310,13 +354,6 @@ def _read_block(
 ) -> dict[str, Any]:
     is_speculators = top.has(_SPECULATORS)
     sized = block if block.has("block_size") else top
-    is_dspark_class = any(
-        "dspark" in name.lower() for name in (top.strings("architectures") or [])
-    ) or (is_speculators and top.text(_SPECULATORS) == DSPARK)
-    if top.has("sample_from_anchor"):
-        anchors = top.boolean("sample_from_anchor")
-    else:
-        anchors = is_dspark_class
     full_is_causal = False
     if is_speculators:
         sliding_is_causal = not top.boolean("sliding_window_non_causal", False)
@@ -328,7 +365,7 @@ def _read_block(
     read: dict[str, Any] = {
         "size": sized.integer("block_size", low=1, high=64),
         "mask_token": _mask_token(top, block, target),
-        "samples_from_anchor": anchors,
+        "samples_from_anchor": _samples_from_anchor(top),
         "full": {"is_causal": full_is_causal},
         "sliding": {"is_causal": sliding_is_causal, "is_anchored": is_speculators},
     }
@@ -345,6 +382,16 @@ def _read_block(
             raise section.refusal("markov_head_type", "vanilla")
         read["markov"] = {"kind": "vanilla", "rank": rank}
     return read
+
+
+def _samples_from_anchor(top: Section) -> bool:
+    """Whether the row of the newest token predicts one."""
+    if top.has("sample_from_anchor"):
+        return top.boolean("sample_from_anchor")
+    names = top.strings("architectures") or []
+    if top.has(_SPECULATORS):
+        names = [*names, top.text(_SPECULATORS)]
+    return any(DSPARK in name.lower() for name in names)
 
 
 def _mask_token(top: Section, block: Section, target: Target) -> int:

@@ -92,7 +92,13 @@ class OpenedModel:
 
     def as_target(self) -> Target:
         """The facts that a draft head for this model must fit."""
-        return Target(self.path, self.family.architecture, self.config, self.weight_dtype)
+        tables = {tensor.spec.name: tensor for tensor in self.tensors}
+        tables = {
+            name: tables[name] for name in ("embed.weight", "lm_head.weight") if name in tables
+        }
+        if self.family.config["ties_lm_head"] and tables:
+            tables["lm_head.weight"] = tables["embed.weight"]
+        return Target(self.path, self.family.architecture, self.config, self.weight_dtype, tables)
 
     def is_narrowed(self, tensor: BoundTensor) -> bool:
         """Whether Python has to round the tensor, from F16 to bfloat16.

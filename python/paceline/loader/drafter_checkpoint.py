@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline._core import ModelFileError
 
 from .binding import BoundTensor, bind
-from .block import BlockFacts, guess_block_facts, read_block_facts, translate_block
+from .block import BlockFacts, guess_block_facts, read_block_facts, translate_block, without_copies
 from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
 from .drafter_ids import read_map, read_ordering
 from .drafters import BLOCK_KINDS, GEMMA4_MTP, KINDS, MTP, Target
@@ -161,7 +161,7 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
         shapes = {name: tuple(shard.info(name)[1]) for name, shard in owners.items()}
         facts: Facts | BlockFacts
         if kind in BLOCK_KINDS:
-            facts = read_block_facts(shapes)
+            facts = without_copies(read_block_facts(shapes), owners, target)
             family, notes = translate_block(kind, top, facts, target)
         else:
             facts = read_facts(shapes)

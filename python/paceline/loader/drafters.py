@@ -9,10 +9,11 @@ therefore needs a `Target`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from .binding import BoundTensor
 from .decoder import Sizes
 from .section import Section
 
@@ -36,12 +37,15 @@ class Target:
         architecture: The class name in its `config.json`.
         config: Its canonical description.
         weight_dtype: The dtype of its matrices: "float32" or "bfloat16".
+        tables: Its embeddings and lm_head by their canonical names, one tensor where they are tied;
+            empty where its tensors are not at hand.
     """
 
     path: Path
     architecture: str
     config: Mapping[str, Any]
     weight_dtype: str
+    tables: Mapping[str, BoundTensor] = field(default_factory=dict)
 
     @property
     def hidden_size(self) -> int:
