@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 import assistant_models
+import block_models
 import eagle_models
 import tiny_models
 from paceline import _core
@@ -59,6 +60,16 @@ ASSISTANTS = {
     "gemma4_mtp": assistant_models.AssistantSpec(seed=3),
     "gemma4_mtp_clusters": assistant_models.AssistantSpec(seed=3, centroids=(16, 3)),
 }
+# Blocks for every k; a window that begins with each row or with the block, and all ids or fewer.
+BLOCKS = {
+    "dflash": block_models.BlockSpec(
+        "z-lab", seed=3, block_size=17, window=9, aux_layers=AUX_LAYERS
+    ),
+    "dspark": block_models.BlockSpec(
+        "speculators", seed=3, block_size=16, window=9, aux_layers=AUX_LAYERS, markov_rank=8,
+        draft_vocab_size=96,
+    ),
+}  # fmt: skip
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": tuple(TARGETS),
@@ -74,6 +85,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "eagle3",
         "ngram",
         *ASSISTANTS,
+        *BLOCKS,
     ),
     "k": tuple(range(1, 17)),
     "block_size": (8, 16, 32),
@@ -179,6 +191,11 @@ def model(family: str, variant: str, dtype: str) -> LoadedModel:
         path = scratch() / f"{family}-{variant}"
         if not path.exists():
             assistant_models.write(ASSISTANTS[variant], tiny_models.make(spec), path)
+        return load_drafter(path, model(family, "target", dtype), progress=False)
+    if variant in BLOCKS:
+        path = scratch() / f"{family}-{variant}"
+        if not path.exists():
+            block_models.write(BLOCKS[variant], tiny_models.make(spec), path)
         return load_drafter(path, model(family, "target", dtype), progress=False)
     if variant in ("eagle", "eagle3"):
         path = scratch() / f"{family}-{variant}"
