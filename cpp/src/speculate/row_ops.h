@@ -84,9 +84,10 @@ void begin_draft_steps(CudaContext&, const BeginDraftStepsParams&);
 
 // The rows of a block drafter's blocks, after acceptance. The block of drafting sequence i has
 // `rows_per_seq` rows: the newest token at its position, then `mask_token` at the positions that
-// follow. Rows that predict a token at or beyond the limit are inert, and so are those of ended
-// sequences. The row that predicts draft j of sequence i is at index j * num_seqs + i of
-// predicting_rows; sequences that are not there have row 0.
+// follow. Rows that predict a token at or beyond the limit, or a draft beyond those that the
+// sequence may have, are inert, and so are those of ended sequences. The row that predicts draft j
+// of sequence i is at index j * num_seqs + i of predicting_rows; sequences that are not there have
+// row 0.
 struct AssembleBlockRowsParams {
   StagedInputs inputs;
   SequenceState sequences;

@@ -191,9 +191,12 @@ PACELINE_HOST_DEVICE inline void assemble_block_sequence(const AssembleBlockRows
   const bool is_active = s.is_active[seq_slot] != 0;
   const int32_t first = known_len - 1;
   const int32_t room = s.limit[seq_slot] - known_len;  // tokens that still fit
-  const int32_t num_live = !is_active || room <= 0 ? 0
-                           : room < p.num_drafts   ? room + p.first_predicting_row
-                                                   : p.rows_per_seq;
+  // No more rows than drafts that the sequence may have: blocks of the cache are reserved for these
+  // only, and so its drafts do not depend on the other sequences.
+  const int32_t wanted =
+      p.num_drafts < s.max_drafts[seq_slot] ? p.num_drafts : s.max_drafts[seq_slot];
+  const int32_t num_drafts = room < wanted ? room : wanted;
+  const int32_t num_live = !is_active || num_drafts <= 0 ? 0 : num_drafts + p.first_predicting_row;
   const int32_t newest = is_active ? s.history[seq_slot * s.history_stride + first] : 0;
   p.newest_tokens[i] = newest;
   for (int32_t r = 0; r < p.rows_per_seq; ++r) {
