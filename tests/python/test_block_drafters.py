@@ -84,6 +84,28 @@ def test_rejection_at_temperature_0(layout: str, method: str, tmp_path: Path) ->
     assert all(len(output.outputs[0].token_ids) == 8 for output in sampled)
 
 
+@pytest.mark.parametrize("layout", SPECS)
+def test_a_request_with_fewer_drafts_beside_others(layout: str, tmp_path: Path) -> None:
+    # Blocks of the cache are reserved for a request's own number of drafts, and its drafts do not
+    # depend on the others.
+    most = SPECS[layout].max_drafts
+    config = {
+        "model": str(drafter(layout, tmp_path)),
+        "num_speculative_tokens": most,
+        "rejection_sample_method": "standard",
+    }
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=40, seed=k, num_speculative_tokens=k)
+        for k in (1, 0, most)
+    ]
+    engine = ENGINE | {"block_size": 1, "enable_prefix_caching": False}
+    with LLM(make(TARGET), speculative_config=config, **engine) as llm:
+        alone = [llm.generate([p], s)[0] for p, s in zip(PROMPTS, params, strict=False)]
+        beside = llm.generate(PROMPTS[: len(params)], params)
+        assert llm._executor.check_integrity() == ""
+    assert [o.outputs[0].token_ids for o in beside] == [o.outputs[0].token_ids for o in alone]
+
+
 def greedy() -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=24)
 
