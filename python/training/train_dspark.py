@@ -89,8 +89,8 @@ class Pool:
     tokens takes 1 MB.
 
     Attributes:
-        scale: The root mean square of each column of the streams, `[taps * hidden]`. Columns of a
-            residual stream differ by orders of magnitude, so the streams here are divided by it.
+        scale: The root mean square of each column of the streams, `[taps * hidden]`. Those of
+            the demo target range from 1 to 27, so the streams here are divided by it.
     """
 
     def __init__(self, plan: Plan, drafter: DSpark, material: Material) -> None:
