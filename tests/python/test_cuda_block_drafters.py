@@ -6,6 +6,7 @@ Skipped where there is no usable GPU; failed there when PACELINE_REQUIRE_GPU=1.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ SPECS = {
 @pytest.fixture(scope="session")
 def target() -> Path:
     """A tiny Qwen3 in bfloat16."""
-    return make(spec("qwen3"))
+    return make(replace(spec("qwen3"), num_layers=8))
 
 
 @pytest.fixture(scope="session")
