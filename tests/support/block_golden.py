@@ -90,7 +90,7 @@ def check(case: str, k: int, **engine: Any) -> None:
     config = {
         "model": str(path),
         "num_speculative_tokens": k,
-        "x": {"draft_driver": driver, "adaptive": False},
+        "x": {"draft_driver": driver},
     }
     tokens, emitted = drafter_golden.run(
         target, sequences(target), config, ("method", spec.method), **engine

@@ -56,6 +56,11 @@ def greedy_sequences(
     return tuple((prompt, tuple(greedy(prompt, NUM_TOKENS))) for prompt in prompts)
 
 
+def with_fixed_k(config: dict[str, Any]) -> dict[str, Any]:
+    """A speculative_config in which every iteration drafts k tokens, as a reference does."""
+    return {**config, "x": {"adaptive": False, **config.get("x", {})}}
+
+
 def run(
     target: TinySpec | Path,
     sequences: Sequences,
@@ -83,7 +88,7 @@ def run(
     with LLM(
         target if isinstance(target, Path) else tiny_models.make(target),
         dtype="float32",
-        speculative_config=config,
+        speculative_config=None if config is None else with_fixed_k(config),
         show_progress=False,
         **options,
     ) as llm:
@@ -202,7 +207,7 @@ def check_oracle(
     params = SamplingParams(temperature=0.0, max_tokens=41)
     with LLM(
         target,
-        speculative_config=config,
+        speculative_config=with_fixed_k(config),
         max_num_seqs=3,
         kv_cache_bytes=16 << 20,
         prefill_chunk_size=chunk,
