@@ -300,8 +300,8 @@ def test_reports_are_plain_data(llm: LLM) -> None:
     abilities = json.loads(json.dumps(llm.capabilities()))
     assert abilities["draft_sample_methods"] == ["probabilistic", "greedy"]
     assert abilities["max_draft_proposals"] == 256
-    methods = ["draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "custom"]
-    assert abilities["methods"] == methods
+    with_a_model = ["draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dspark"]
+    assert abilities["methods"] == [*with_a_model, "ngram", "custom"]
     assert abilities["later_methods"] == ["suffix"]
     assert abilities["draft_positions"] == ["last", "next"]
     assert abilities["draft_feedbacks"] == ["normed", "raw"]
