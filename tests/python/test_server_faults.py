@@ -50,7 +50,7 @@ def open_llm(folder: Path, **arguments: Any) -> LLM:
         folder,
         speculative_config={"model": str(folder), "num_speculative_tokens": 3},
         max_num_seqs=8,
-        max_model_len=256,
+        max_model_len=2048,
         device="cpu",
         show_progress=False,
         **arguments,
@@ -61,6 +61,10 @@ def open_llm(folder: Path, **arguments: Any) -> LLM:
 def server(llm: LLM) -> Iterator[RunningServer]:
     with RunningServer(llm, max_queue=100) as server:
         yield server
+
+
+#: A request that still runs while a test looks at it: one token an iteration.
+LONG = {"max_tokens": 1900, "speculative": {"num_speculative_tokens": 0}}
 
 
 def body_of(index: int, **fields: Any) -> dict[str, Any]:
@@ -147,7 +151,7 @@ time.sleep(60)
 def test_a_killed_client_frees_its_blocks(server: RunningServer) -> None:
     expected = expected_tokens(server)
     cancelled = server.llm.stats()["num_cancelled"]
-    body = json.dumps(body_of(1, max_tokens=250))
+    body = json.dumps(body_of(1, **LONG))
     command = [sys.executable, "-c", CLIENT, str(server.port), body, json.dumps(JSON)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None and client.stdout.readline() == "sent\n"
@@ -180,7 +184,7 @@ def test_a_device_that_stops_ends_all_requests_at_once(llm: LLM, server: Running
         executor = StoppingExecutor(broken._dispatcher.executor)
         broken._dispatcher.executor = executor
         with RunningServer(broken) as failing, ThreadPoolExecutor(8) as pool:
-            body = body_of(1, max_tokens=250)
+            body = body_of(1, **LONG)
 
             def ask(streams: bool) -> str:
                 if streams:
@@ -212,7 +216,7 @@ def test_a_device_that_hangs_is_a_failure(llm: LLM) -> None:
         RunningServer(hung) as failing,
     ):
         assert failing.ask("/health")[0] == 200
-        for path, sent in ((COMPLETIONS, body_of(1, max_tokens=250)), ("/health", None)):
+        for path, sent in ((COMPLETIONS, body_of(1, **LONG)), ("/health", None)):
             status, answer = failing.ask(path, sent)
             assert status == 503
             assert "the device has not completed an iteration for" in answer["error"]["message"]
