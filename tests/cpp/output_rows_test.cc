@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last layer of a pass leaves out the rows whose output nobody reads. A prompt in one chunk,
-// whose last layers leave out all rows but one, gives the bits of the prompt in chunks so small
-// that they leave out none: logits, KV of both models, drafts. mixture_checks.h counts what is left
-// out.
+// The last layer of a pass leaves out rows with an unread output. A prompt in one chunk leaves out
+// all rows but one. In small chunks it leaves out none. Both must give the same bits: logits, KV of
+// both models, and drafts. mixture_checks.h counts the rows that are left out.
 
 #include <gtest/gtest.h>
 

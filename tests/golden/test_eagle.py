@@ -20,16 +20,16 @@ import drafter_golden
 import eagle_models
 import tiny_models
 from drafter_golden import (
-    Sequences,
     check_oracle,
     check_run,
     compare_iterations,
-    greedy_sequences,
     silence_layers,
+    target_reference,
+    target_sequences,
     write_oracle_target,
 )
 from eagle_models import EagleSpec
-from eagle_reference import EagleReference, TargetReference, overfit, simulate
+from eagle_reference import EagleReference, overfit, simulate
 from tiny_models import TinySpec
 
 pytestmark = pytest.mark.golden
@@ -107,23 +107,13 @@ def scratch() -> Path:
 
 
 @functools.cache
-def target_reference(spec: TinySpec) -> TargetReference:
-    return TargetReference(tiny_models.make(spec))
-
-
-@functools.cache
-def sequences(spec: TinySpec) -> Sequences:
-    return greedy_sequences(spec, target_reference(spec).greedy, longest_prompt=30)
-
-
-@functools.cache
 def trained(case: str) -> tuple[Path, EagleReference]:
     """A draft head that is right about every other time."""
     target, spec = CASES[case]
     path = scratch() / case.replace(" ", "-")
     eagle_models.write(spec, tiny_models.make(target), path)
     reference = EagleReference(path, target_reference(target))
-    whole = [[*prompt, *continuation] for prompt, continuation in sequences(target)]
+    whole = [[*prompt, *continuation] for prompt, continuation in target_sequences(target)]
     tensors = tiny_models.load_tensors(path)
     plan = {"steps": 40, "rate": 0.01} if spec.is_eagle3 else {"steps": 60, "rate": 0.003}
     for name, tensor in overfit(reference, whole, **plan).items():
@@ -142,7 +132,7 @@ def run(
         "num_speculative_tokens": k,
         "x": {"draft_driver": driver},
     }
-    return drafter_golden.run(target, sequences(target), config, **engine)
+    return drafter_golden.run(target, target_sequences(target), config, **engine)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -150,7 +140,7 @@ def test_every_iteration_equals_the_reference(case: str) -> None:
     target, _ = CASES[case]
     path, reference = trained(case)
     tokens, emitted = run(target, path)
-    check_run(reference, sequences(target), tokens, emitted, K, LEAST_MARGIN, LEAST_COMPARED)
+    check_run(reference, target_sequences(target), tokens, emitted, K, LEAST_MARGIN, LEAST_COMPARED)
 
 
 @pytest.mark.parametrize("case", ["eagle", "eagle3", "speculators, normed output"])
@@ -159,7 +149,7 @@ def test_other_numbers_of_drafts(case: str, k: int) -> None:
     target, _ = CASES[case]
     path, reference = trained(case)
     _, emitted = run(target, path, k)
-    compare_iterations(reference, sequences(target), emitted, k, LEAST_MARGIN)
+    compare_iterations(reference, target_sequences(target), emitted, k, LEAST_MARGIN)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +177,7 @@ def test_a_wrong_reference_is_noticed() -> None:
     _, right = trained(case)
 
     def emitted(reference: EagleReference) -> list[list[int]]:
-        return [simulate(reference, p, c, K).emitted for p, c in sequences(target)]
+        return [simulate(reference, p, c, K).emitted for p, c in target_sequences(target)]
 
     expected = emitted(right)
     for change in (

@@ -16,8 +16,7 @@ import drafter_golden
 import tiny_models
 from block_models import BlockSpec
 from block_reference import BlockReference, overfit
-from drafter_golden import NUM_TOKENS, Sequences, check_run, greedy_sequences
-from eagle_reference import TargetReference
+from drafter_golden import NUM_TOKENS, check_run, target_reference, target_sequences
 from tiny_models import TinySpec
 
 # Relative to the largest logit; the error of float32 is at most a tenth of it.
@@ -51,28 +50,18 @@ def scratch() -> Path:
 
 
 @functools.cache
-def target_reference(spec: TinySpec) -> TargetReference:
-    return TargetReference(tiny_models.make(spec))
-
-
-@functools.cache
-def sequences(spec: TinySpec) -> Sequences:
-    return greedy_sequences(spec, target_reference(spec).greedy, longest_prompt=30)
-
-
-@functools.cache
 def trained(case: str) -> tuple[Path, BlockReference]:
     """A drafter that is right about every other time."""
     target, spec = CASES[case]
     path = scratch() / case.replace(" ", "-")
     block_models.write(spec, tiny_models.make(target), path)
     reference = BlockReference(spec, path, target_reference(target))
-    whole = [[*prompt, *continuation] for prompt, continuation in sequences(target)]
+    whole = [[*prompt, *continuation] for prompt, continuation in target_sequences(target)]
     tensors = tiny_models.load_tensors(path)
     tensors |= overfit(reference, whole, steps=60, rate=0.01, seed=1)
     tiny_models.save_tensors(path, tensors)
     reference = BlockReference(spec, path, target_reference(target))
-    ends = {prompt: len(prompt) + NUM_TOKENS for prompt, _ in sequences(target)}
+    ends = {prompt: len(prompt) + NUM_TOKENS for prompt, _ in target_sequences(target)}
 
     def room(tokens: Any) -> int:
         end = next(end for prompt, end in ends.items() if tuple(tokens[: len(prompt)]) == prompt)
@@ -93,6 +82,6 @@ def check(case: str, k: int, **engine: Any) -> None:
         "x": {"draft_driver": driver},
     }
     tokens, emitted = drafter_golden.run(
-        target, sequences(target), config, ("method", spec.method), **engine
+        target, target_sequences(target), config, ("method", spec.method), **engine
     )
-    check_run(reference, sequences(target), tokens, emitted, k, LEAST_MARGIN, LEAST_COMPARED)
+    check_run(reference, target_sequences(target), tokens, emitted, k, LEAST_MARGIN, LEAST_COMPARED)

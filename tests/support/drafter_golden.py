@@ -10,6 +10,7 @@ up to the first such draft.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 import tiny_models
-from eagle_reference import GreedyDrafter, simulate
+from eagle_reference import GreedyDrafter, TargetReference, simulate
 from paceline import LLM, SamplingParams
 from tiny_models import TinySpec
 
@@ -54,6 +55,18 @@ def greedy_sequences(
         for _ in range(NUM_PROMPTS)
     ]
     return tuple((prompt, tuple(greedy(prompt, NUM_TOKENS))) for prompt in prompts)
+
+
+@functools.cache
+def target_reference(spec: TinySpec) -> TargetReference:
+    """A tiny target in transformers, float64."""
+    return TargetReference(tiny_models.make(spec))
+
+
+@functools.cache
+def target_sequences(spec: TinySpec) -> Sequences:
+    """Random prompts of at most 30 tokens with its greedy continuations."""
+    return greedy_sequences(spec, target_reference(spec).greedy, longest_prompt=30)
 
 
 def with_fixed_k(config: dict[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ constexpr int32_t kMostExploredCatchUp = 128;
 constexpr int32_t kFewestRows = 128;
 constexpr int32_t kFewestRowsCpu = 16;
 
-// Prompts are not limited while so many sequences wait for their first token, since whole chunks
-// are computed faster: the engine keeps up with as many requests as without limits.
+// With as many sequences that wait for their first token, prompt rows are not limited. Large chunks
+// take less time for each row, and the queue must not grow.
 constexpr int32_t kManyPrompts = 8;
 
 // Whether the options exclude tokens, so that no token may be left.

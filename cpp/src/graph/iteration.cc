@@ -31,8 +31,8 @@ Activations with_output(Activations activations, const std::optional<OutputRows>
   return activations;
 }
 
-// From this many rows on whose output nobody reads, the last layer leaves them out. Picking the
-// others takes five small ops.
+// The last layer leaves out rows with an unread output if there are at least as many. With fewer it
+// does not pay: five small ops pick the other rows.
 constexpr int32_t kMinUnread = 32;
 
 }  // namespace

@@ -123,8 +123,6 @@ void check_weight_bytes(const DecoderConfig& config) {
   visit_weights(config, no_weights, limit);
 }
 
-}  // namespace
-
 // The context of a block drafter is keys and values of plain weights.
 void check_block_layers(const DecoderConfig& config, const Json& layers) {
   size_t index = 0;
@@ -137,10 +135,11 @@ void check_block_layers(const DecoderConfig& config, const Json& layers) {
     layer.at("attention")
         .refuse(
             "multi-head attention with keys and values of its own and qkv in plain format, in a "
-            "drafter "
-            "of kind 'dflash' or 'dspark'");
+            "drafter of kind 'dflash' or 'dspark'");
   }
 }
+
+}  // namespace
 
 DecoderConfig parse_decoder_config(std::string_view json) {
   const JsonDocument document(json, "decoder config");
@@ -204,8 +203,9 @@ DecoderConfig parse_decoder_config(std::string_view json) {
     layers.refuse(concat("a list of 1 to ", kMaxLayers));
   }
   for (const Json& layer : layers.elements()) config.layers.push_back(read_layer(layer, config));
-  if (config.drafter && config.drafter->kind == DrafterKind::kBlock)
+  if (config.drafter && config.drafter->kind == DrafterKind::kBlock) {
     check_block_layers(config, layers);
+  }
   check_weight_bytes(config);
   return config;
 }

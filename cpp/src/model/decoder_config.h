@@ -310,10 +310,9 @@ struct CentroidsConfig {
 //            layers; h_s are the target's streams after its last layer.
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
-//   Block (DFlash, DSpark): for tokens whose hidden states are known, every layer has the K and V
-//   of
-//            c = hidden_norm(fc(residual streams of the target entering aux_layers)), without its
-//            attn_norm. A block of rows, embeddings of its tokens, then passes through the layers.
+//   Block (DFlash, DSpark): c = hidden_norm(fc(residual streams of the target entering
+//            aux_layers)), of tokens whose hidden states are known. Each layer makes their K and V
+//            from c. A block of rows then passes through the layers and attends to these, too.
 // A draft step takes the output of the previous step as h or g: the residual stream (all of them)
 // after the last layer or, for Gemma 4 MTP, the product of DraftHeadWeights::feedback with the
 // final norm's output.
