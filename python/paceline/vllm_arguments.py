@@ -106,7 +106,7 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
         "kv_cache_dtype": _KV_DTYPE,
         "max_model_len": f"{LEAVE_OUT}the drafter uses the target's length",
         "num_speculative_tokens_per_batch_size": f"{LEAVE_OUT}each iteration chooses, up to k",
-        "parallel_drafting": f"{LEAVE_OUT}drafts are made one after another",
+        "parallel_drafting": f"{LEAVE_OUT}DFlash and DSpark draft whole blocks anyway",
         "quantization": _FORMAT,
         "synthetic_acceptance_rates": "`synthetic_acceptance_length` sets the mean",
         "use_heterogeneous_vocab": f"{LEAVE_OUT}the drafter must have the target's token ids",
