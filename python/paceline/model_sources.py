@@ -14,7 +14,7 @@ from paceline._core import ModelNotFoundError
 from paceline.checks import shorten
 from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
-from paceline.loader.block import default_num_drafts
+from paceline.loader.block_kinds import default_num_drafts
 from paceline.loader.files import find
 from paceline.loader.speculators import CURE, Speculators, read_speculators
 from paceline.speculative_config import BLOCK_METHODS, SpeculativeConfig

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from .decoder import Layer, Mixture, PerLayerInputs, Sizes
@@ -84,48 +85,26 @@ def decoder_tensors(
         ]
     for i, layer in enumerate(layers):
         ours, theirs = f"layers.{i}.", f"layers.{i}."
-        # Names of keys for messages; where layers differ, several keys apply.
-        its = "" if layer.head_dim == sizes.head_dim else "the layer's "
-        head_dim = (layer.head_dim, f"{its}head_dim")
-        qo_rows = (sizes.qo_heads * layer.head_dim, f"num_attention_heads * {its}head_dim")
-        kv_rows = (layer.kv_heads * layer.head_dim, f"{its}num_key_value_heads * {its}head_dim")
-        wide = "" if layer.intermediate == sizes.intermediate else "2 * "
-        intermediate = (layer.intermediate, f"{wide}intermediate_size")
-        out_in = {
-            "attn.q": (qo_rows, hidden),
-            "attn.k": (kv_rows, hidden),
-            "attn.v": (kv_rows, hidden),
-            "attn.o": (hidden, qo_rows),
-            "mlp.gate": (intermediate, hidden),
-            "mlp.up": (intermediate, hidden),
-            "mlp.down": (hidden, intermediate),
-        }
-        absent: set[str] = set() if mixture is None else {"mlp.gate", "mlp.up", "mlp.down"}
-        if layer.k_eq_v:
-            absent |= {"attn.v"}
-        if not layer.owns_kv:
-            absent |= {"attn.k", "attn.v", "attn.k_norm.weight"}
-        specs += [tensor_spec(ours + name, theirs + source, hidden) for name, source in norms]
-        if has_qk_norm:
-            specs += [
-                tensor_spec(ours + name, theirs + source, head_dim)
-                for name, source in QK_NORMS
-                if name not in absent
-            ]
-        for name, source in LINEARS:
-            if name in absent:
-                continue
-            specs += _matrix(
-                f"{ours}{name}", f"{theirs}{source}", *out_in[name], layer.formats.of(name)
-            )
-            rows, _ = out_in[name]
-            if mlp_bias if name.startswith("mlp.") else attention_bias:
-                specs.append(tensor_spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
+        specs += layer_tensors(
+            ours,
+            theirs,
+            sizes,
+            layer,
+            norms=norms,
+            has_qk_norm=has_qk_norm,
+            has_qkv_bias=attention_bias,
+            has_o_bias=attention_bias,
+            has_mlp_bias=mlp_bias,
+            has_dense_mlp=mixture is None,
+        )
         if has_sinks:
             heads = (sizes.qo_heads, "num_attention_heads")
             specs.append(tensor_spec(f"{ours}attn.sinks", f"{theirs}self_attn.sinks", heads))
         if mixture is not None:
-            specs += _mixture(f"{ours}mlp.", f"{theirs}mlp.", mixture, layer, hidden, intermediate)
+            width_of_expert = (layer.intermediate, "intermediate_size")
+            specs += _mixture(
+                f"{ours}mlp.", f"{theirs}mlp.", mixture, layer, hidden, width_of_expert
+            )
         if per_layer_inputs is not None:
             for (name, source), dims in (
                 (_PER_LAYER_GATE, (size, hidden)),
@@ -139,6 +118,77 @@ def decoder_tensors(
     if not ties_lm_head:
         specs.append(tensor_spec("lm_head.weight", "lm_head.weight", vocab, hidden))
     return tuple(specs)
+
+
+def layer_tensors(
+    ours: str,
+    theirs: str,
+    sizes: Sizes,
+    layer: Layer,
+    *,
+    norms: Sequence[tuple[str, str]],
+    has_qk_norm: bool = False,
+    has_qkv_bias: bool = False,
+    has_o_bias: bool = False,
+    has_mlp_bias: bool = False,
+    has_dense_mlp: bool = True,
+    attention_input: Dim | None = None,
+) -> list[TensorSpec]:
+    """Lists the norms and the Linears of a layer, in the order in which the model is filled.
+
+    Args:
+        ours: The beginning of canonical names.
+        theirs: The beginning of names in the checkpoint.
+        sizes: The sizes that all layers share.
+        layer: The layer's own.
+        norms: Canonical name and name in the checkpoint of every norm as wide as the hidden size.
+        has_qk_norm: It has norms on q and k.
+        has_qkv_bias: It has biases on q, k and v.
+        has_o_bias: It has a bias on o.
+        has_mlp_bias: It has biases on gate, up and down.
+        has_dense_mlp: It has gate, up and down.
+        attention_input: Columns of q, k and v; None: the hidden size.
+    """
+    hidden = (sizes.hidden, "hidden_size")
+    inputs = attention_input or hidden
+    # Names of keys for messages; where layers differ, several keys apply.
+    its = "" if layer.head_dim == sizes.head_dim else "the layer's "
+    head_dim = (layer.head_dim, f"{its}head_dim")
+    qo = (sizes.qo_heads * layer.head_dim, f"num_attention_heads * {its}head_dim")
+    kv = (layer.kv_heads * layer.head_dim, f"{its}num_key_value_heads * {its}head_dim")
+    wide = "" if layer.intermediate == sizes.intermediate else "2 * "
+    mlp = (layer.intermediate, f"{wide}intermediate_size")
+    linears = {
+        "attn.q": (qo, inputs, has_qkv_bias),
+        "attn.k": (kv, inputs, has_qkv_bias),
+        "attn.v": (kv, inputs, has_qkv_bias),
+        "attn.o": (hidden, qo, has_o_bias),
+        "mlp.gate": (mlp, hidden, has_mlp_bias),
+        "mlp.up": (mlp, hidden, has_mlp_bias),
+        "mlp.down": (hidden, mlp, has_mlp_bias),
+    }
+    absent: set[str] = set() if has_dense_mlp else {"mlp.gate", "mlp.up", "mlp.down"}
+    if layer.k_eq_v:
+        absent |= {"attn.v"}
+    if not layer.owns_kv:
+        absent |= {"attn.k", "attn.v", "attn.k_norm.weight"}
+    specs = [tensor_spec(ours + name, theirs + source, hidden) for name, source in norms]
+    if has_qk_norm:
+        specs += [
+            tensor_spec(ours + name, theirs + source, head_dim)
+            for name, source in QK_NORMS
+            if name not in absent
+        ]
+    for name, source in LINEARS:
+        if name in absent:
+            continue
+        rows, columns, has_bias = linears[name]
+        specs += _matrix(
+            f"{ours}{name}", f"{theirs}{source}", rows, columns, layer.formats.of(name)
+        )
+        if has_bias:
+            specs.append(tensor_spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
+    return specs
 
 
 def tensor_spec(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline._core import ModelFileError
 
 from .binding import BoundTensor, bind
-from .block import BlockFacts, guess_block_facts, read_block_facts, translate_block, without_copies
+from .block import translate_block
+from .block_facts import BlockFacts, guess_block_facts, read_block_facts, without_copies
 from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
 from .drafter_ids import read_map, read_ordering
 from .drafters import BLOCK_KINDS, GEMMA4_MTP, KINDS, MTP, Target

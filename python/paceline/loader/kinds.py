@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .block import block_kind_of_config
+from .block_kinds import block_kind_of_config
 from .drafters import GEMMA4_MTP
 from .eagle_facts import eagle_kind_of_config, eagle_kind_of_tensors
 from .gemma4_assistant import PRE_PROJECTION, is_assistant_config

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts that a block drafter has: from its tensors, or guessed from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from .binding import same_bytes
+from .block_kinds import markov_rank
+from .drafters import Target
+from .section import Section
+from .tensor_source import TensorSource
+
+MARKOV_TABLE: Final = "markov_head.markov_w1.weight"
+MARKOV_WEIGHT: Final = "markov_head.markov_w2.weight"
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """The parts that a block drafter has: read from its tensors, or guessed from its configuration.
+
+    Attributes:
+        prefix: The prefix of every tensor but the lm_head.
+        draft_vocab_size: Rows of its lm_head; None: it has none.
+        fc_columns: Columns of `fc.weight`; None: unknown.
+        markov_rank: Columns of the Markov head's table; 0: it has none.
+        has_embedding: It has an embedding table.
+        has_map: It has `d2t`.
+        has_qkv_bias: It has biases on q, k and v.
+        has_o_bias: It has a bias on o.
+        copies: Tensors that are copies of the target's and are not read.
+    """
+
+    prefix: str = ""
+    draft_vocab_size: int | None = None
+    fc_columns: int | None = None
+    markov_rank: int = 0
+    has_embedding: bool = False
+    has_map: bool = False
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    copies: tuple[str, ...] = ()
+
+
+def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
+    """Finds the parts of a block drafter in its tensors.
+
+    Args:
+        shapes: The shape of every tensor by name.
+    """
+    prefix = "model." if "model.fc.weight" in shapes else ""
+    lm_head = shapes.get("lm_head.weight")
+    fc = shapes.get(f"{prefix}fc.weight")
+    table = shapes.get(prefix + MARKOV_TABLE)
+    return BlockFacts(
+        prefix=prefix,
+        draft_vocab_size=lm_head[0] if lm_head else None,
+        fc_columns=fc[-1] if fc else None,
+        markov_rank=table[-1] if table else 0,
+        has_embedding=f"{prefix}embed_tokens.weight" in shapes,
+        has_map=f"{prefix}d2t" in shapes or "d2t" in shapes,
+        has_qkv_bias=f"{prefix}layers.0.self_attn.q_proj.bias" in shapes,
+        has_o_bias=f"{prefix}layers.0.self_attn.o_proj.bias" in shapes,
+    )
+
+
+def without_copies(
+    facts: BlockFacts, owners: Mapping[str, TensorSource], target: Target
+) -> BlockFacts:
+    """The parts of a block drafter without copies of the target's tables, which it shares instead.
+
+    Args:
+        facts: Its parts.
+        owners: Its tensors by name.
+        target: The target.
+
+    Raises:
+        ModelFileError: A tensor cannot be read.
+    """
+
+    def is_copy(name: str, table: str) -> bool:
+        theirs = target.tables.get(table)
+        if theirs is None or name not in owners:
+            return False
+        return same_bytes(owners[name], name, theirs.shard, theirs.source)
+
+    embeddings, lm_head = f"{facts.prefix}embed_tokens.weight", "lm_head.weight"
+    if is_copy(embeddings, "embed.weight"):
+        facts = replace(facts, has_embedding=False, copies=(embeddings,))
+    if not facts.has_map and is_copy(lm_head, "lm_head.weight"):
+        facts = replace(facts, draft_vocab_size=None, copies=(*facts.copies, lm_head))
+    return facts
+
+
+def guess_block_facts(top: Section, target: Target) -> BlockFacts:
+    """Guesses the parts of a block drafter from its configuration, for dummy weights.
+
+    It is assumed to use the target's embeddings, and the target's lm_head for a full vocabulary.
+    """
+    layer = top.section("transformer_layer_config") or top
+    bias = layer.boolean("attention_bias", False)
+    rows = top.integer("draft_vocab_size", target.vocab_size)
+    is_reduced = rows != target.vocab_size
+    return BlockFacts(
+        draft_vocab_size=rows if is_reduced else None,
+        markov_rank=markov_rank(top),
+        has_map=is_reduced,
+        has_qkv_bias=bias,
+        has_o_bias=bias,
+    )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the configuration of a block drafter says of its block, and of the target's layers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from paceline._core import ModelFileError
+
+from .block_facts import MARKOV_TABLE, BlockFacts
+from .block_kinds import SPECULATORS, markov_rank, samples_from_anchor
+from .decoder import Sizes
+from .drafters import DSPARK, Target, made_for_another
+from .messages import show
+from .section import Section
+
+
+def read_block(
+    kind: str, top: Section, block: Section, facts: BlockFacts, target: Target
+) -> dict[str, Any]:
+    """The object "block" of the description.
+
+    Raises:
+        ModelFileError: A key has a wrong value, or contradicts the tensors.
+        NotImplementedError: A value is not supported.
+    """
+    is_speculators = top.has(SPECULATORS)
+    sized = block if block.has("block_size") else top
+    full_is_causal = False
+    if is_speculators:
+        sliding_is_causal = not top.boolean("sliding_window_non_causal", False)
+    else:
+        sliding_is_causal = True
+        for section, key in ((block, "causal"), (top, "is_causal")):
+            if section.has(key):
+                sliding_is_causal = full_is_causal = section.boolean(key)
+    read: dict[str, Any] = {
+        "size": sized.integer("block_size", low=1, high=64),
+        "mask_token": _mask_token(top, block, target),
+        "samples_from_anchor": samples_from_anchor(top),
+        "full": {"is_causal": full_is_causal},
+        "sliding": {"is_causal": sliding_is_causal, "is_anchored": is_speculators},
+    }
+    rank = markov_rank(top)
+    if facts.markov_rank != rank:
+        raise ModelFileError(
+            f'{top.source}: key "markov_rank" is {rank}, but {MARKOV_TABLE!r} '
+            + (f"has {facts.markov_rank} columns" if facts.markov_rank else "is not in the weights")
+            + "; expected the same number"
+        )
+    if kind == DSPARK:
+        section = block if block.has("markov_head_type") else top
+        if section.text("markov_head_type", "vanilla") != "vanilla":
+            raise section.refusal("markov_head_type", "vanilla")
+        read["markov"] = {"kind": "vanilla", "rank": rank}
+    return read
+
+
+def _mask_token(top: Section, block: Section, target: Target) -> int:
+    section = block if block.has("mask_token_id") else top
+    return section.integer("mask_token_id", low=0, high=target.vocab_size - 1)
+
+
+def aux_layers(
+    top: Section,
+    block: Section,
+    sizes: Sizes,
+    facts: BlockFacts,
+    target: Target,
+    notes: list[str],
+) -> list[int]:
+    """The target's layers whose incoming residual stream the drafter reads.
+
+    "target_layer_ids" names layers by their output, "aux_hidden_state_layer_ids" by their input.
+
+    Raises:
+        ModelFileError: The key has a wrong value.
+        ValueError: The target has no such layers, or the columns of fc are of others.
+    """
+    num_layers = target.num_layers
+    section, key, shift = top, "aux_hidden_state_layer_ids", 0
+    if not top.has(key):
+        section, key, shift = block, "target_layer_ids", 1
+    if section.has(key):
+        value = section.values[key]
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise section.error(key, "a list of layers of the target")
+        chosen = [item + shift for item in value]
+    elif top.has(SPECULATORS):
+        chosen = [2, num_layers // 2, num_layers - 3]
+    elif sizes.layers == 1:
+        chosen = [num_layers // 2 + 1]
+    else:
+        step = (num_layers - 4) / (sizes.layers - 1)
+        chosen = [round(1 + i * step) + 1 for i in range(sizes.layers)]
+    where = f'key "{section.name(key)}" is' if section.has(key) else "by default it reads"
+    if not section.has(key):
+        notes.append(f"the drafter reads the residual streams that enter layers {chosen}")
+    is_ascending = all(a < b for a, b in itertools.pairwise(chosen))
+    if not chosen or not is_ascending or chosen[0] < 0 or chosen[-1] >= num_layers:
+        raise ValueError(
+            f"{made_for_another(top)} {where} {show([item - shift for item in chosen])}; "
+            f"{target.path} has {num_layers} layers: allowed: {-shift} to "
+            f"{num_layers - 1 - shift}, in ascending order"
+        )
+    columns = len(chosen) * target.hidden_size
+    if facts.fc_columns is not None and facts.fc_columns != columns:
+        raise ValueError(
+            f"{made_for_another(top)} 'fc.weight' has {facts.fc_columns} columns; expected "
+            f"{columns}, {len(chosen)} layers of the hidden size {target.hidden_size} of "
+            f"{target.path}"
+        )
+    return chosen

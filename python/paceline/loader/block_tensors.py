@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a block drafter: canonical names, names in checkpoints, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .block_facts import MARKOV_TABLE, MARKOV_WEIGHT, BlockFacts
+from .decoder import Layer, Sizes
+from .decoder_tensors import PRE_NORMS, layer_tensors, tensor_spec
+from .family import TensorSpec
+
+
+def block_tensors(
+    sizes: Sizes, layers: tuple[Layer, ...], facts: BlockFacts, drafter: Mapping[str, Any]
+) -> tuple[TensorSpec, ...]:
+    """Lists every tensor but `d2t`, in the order in which the model is filled."""
+    hidden = (sizes.hidden, "hidden_size")
+    vocab = (sizes.vocab, "vocab_size")
+    num_aux = len(drafter["aux_layers"])
+    rows = (drafter["draft_vocab_size"], "rows")
+    columns = (num_aux * drafter["target_hidden_size"], f"{num_aux} * hidden size of the target")
+    specs: list[TensorSpec] = []
+    if facts.has_embedding:
+        specs.append(tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden))
+    specs.append(tensor_spec("fc.weight", "fc.weight", hidden, columns))
+    specs.append(tensor_spec("hidden_norm.weight", "hidden_norm.weight", hidden))
+    for i, layer in enumerate(layers):
+        specs += layer_tensors(
+            f"layers.{i}.",
+            f"layers.{i}.",
+            sizes,
+            layer,
+            norms=PRE_NORMS,
+            has_qk_norm=True,
+            has_qkv_bias=facts.has_qkv_bias,
+            has_o_bias=facts.has_o_bias,
+        )
+    specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
+    if facts.draft_vocab_size is not None:
+        specs.append(tensor_spec("lm_head.weight", "lm_head.weight", rows, hidden))
+    if facts.markov_rank:
+        rank = (facts.markov_rank, "markov_rank")
+        specs.append(tensor_spec("markov.table.weight", MARKOV_TABLE, vocab, rank))
+        specs.append(tensor_spec("markov.weight", MARKOV_WEIGHT, rows, rank))
+    return tuple(specs)
