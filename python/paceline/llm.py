@@ -42,7 +42,8 @@ class LLM(RunningLLM):
         ...           "model": "path/to/draft", "num_speculative_tokens": 4})
         >>> llm.generate("def quicksort(", SamplingParams(temperature=0.0))[0].outputs[0].text
 
-    Its attributes and the methods that generate are those of `RunningLLM`.
+    The methods that generate are those of `RunningLLM`, its attributes and reports those of
+    `RunningEngine`.
     """
 
     def __init__(

@@ -1,35 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an `LLM` does once its models are loaded: the part behind its constructors."""
+"""Requests to loaded models: the part of an `LLM` behind its constructors."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Never, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
-from paceline import _core, engine_log
+from paceline import _core
 from paceline.chat_messages import Conversation
 from paceline.chat_template import ChatTemplates
 from paceline.checks import check_bool, check_unknown
-from paceline.config import EngineConfig
 from paceline.default_params import default_params
-from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
-from paceline.loader import LoadedModel, check_compatible
-from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
 from paceline.prompt_values import check_layers, score_prompt
 from paceline.prompts import Prompt, Prompts, encode, encode_chats
-from paceline.reports import capabilities, engine_stats, kv_groups
 from paceline.request import Request
 from paceline.request_factory import RequestFactory
+from paceline.running_engine import RunningEngine
 from paceline.sampling import SamplingParams
-from paceline.speculative_config import SpeculativeConfig
-from paceline.startup import executor_options, resolve_max_model_len
 from paceline.stream import RequestStream
 from paceline.tokenizer import Tokenizer, model_tokenizer
 from paceline.weights import update_weights
@@ -38,83 +30,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_logger = logging.getLogger("paceline")
 
-
-class RunningLLM:
-    """An engine that runs loaded models. `LLM` adds the ways to load them.
-
-    Attributes:
-        config: The engine's configuration, as given.
-        speculative_config: The configuration of speculative decoding; None without it.
-        target: The loaded target model.
-        draft: The loaded drafter; None without one.
-        max_model_len: Largest number of tokens of a request, prompt and output together.
-    """
-
-    config: EngineConfig
-    speculative_config: SpeculativeConfig | None
-    target: LoadedModel
-    draft: LoadedModel | None
-    max_model_len: int
-
-    def _start(
-        self,
-        target: LoadedModel,
-        draft: LoadedModel | None,
-        config: EngineConfig,
-        speculative: SpeculativeConfig | None,
-        *,
-        show_progress: bool,
-    ) -> None:
-        if draft is not None:
-            assert speculative is not None
-            speculative = speculative.resolved(draft.method)
-            check_compatible(target, draft)
-        config.check_on_device(target.model.device)
-        max_model_len = resolve_max_model_len(config.max_model_len, target, draft)
-        self._describe(target, draft, config, speculative, max_model_len=max_model_len)
-        options = executor_options(config, speculative, max_model_len=max_model_len)
-        draft_model = None if draft is None else draft.model
-        engine_log.start()
-        executor = None
-        try:
-            with capture_progress(is_shown=show_progress) as report:
-                executor = _core.Executor(target.model, draft_model, options, report)
-            self._kv_groups = kv_groups(executor.memory_report())
-            self._dispatcher = Dispatcher(executor)
-            engine_log.forward()
-            if _logger.isEnabledFor(logging.INFO):
-                _logger.info("%s", memory_plan(self.memory_report()))
-        except BaseException:
-            # The traceback of a Ctrl-C would keep the engine alive.
-            if executor is not None:
-                executor.close()
-            raise
-
-    def _describe(
-        self,
-        target: LoadedModel,
-        draft: LoadedModel | None,
-        config: EngineConfig,
-        speculative: SpeculativeConfig | None,
-        *,
-        max_model_len: int,
-    ) -> None:
-        """Sets what an engine's requests are made with, all but the engine."""
-        self.config = config
-        self.speculative_config = speculative
-        self.target = target
-        self.draft = draft
-        self.max_model_len = max_model_len
-        self._chat_templates = ChatTemplates.of_model(target, config.chat_template)
-        self._requests = RequestFactory(
-            target,
-            max_model_len=max_model_len,
-            max_logprobs=config.max_logprobs,
-            num_speculative_tokens=self._num_speculative_tokens or 0,
-            seed=config.seed,
-        )
+class RunningLLM(RunningEngine):
+    """Loaded models that generate. `LLM` adds the ways to load them."""
 
     # ---- generating ----------------------------------------------------------------------------
 
@@ -393,141 +311,7 @@ class RunningLLM:
             self._executor, self.target, self.draft, state_dict, draft_state_dict
         )
 
-    # ---- reports -------------------------------------------------------------------------------
-
-    def capabilities(self) -> dict[str, Any]:
-        """Lists what this version supports and how this LLM is configured.
-
-        Returns:
-            A dict of plain JSON types: the values that `speculative_config`, `device` and `dtype`
-            take, the methods that are planned ("later_methods"), the architectures, and under
-            "configured" the options in effect.
-        """
-        options = self._executor.options
-        speculative = self.speculative_config
-        return capabilities() | {
-            "configured": {
-                "architecture": self.target.architecture,
-                "draft_architecture": None if self.draft is None else self.draft.architecture,
-                "method": speculative.method if speculative is not None else None,
-                "dtype": self.target.weight_dtype,
-                "device": self.target.model.device,
-                **options,
-            }
-        }
-
-    def memory_report(self) -> dict[str, Any]:
-        """Reports the use of memory.
-
-        Returns:
-            A dict of plain JSON types: the "device"; the bytes of weights, KV pool, workspace and
-            captured graphs; the numbers of KV slabs; under "workspace" its bytes by purpose
-            ("proposals" holds the distributions of drafts that "standard" and "block" sample);
-            under "groups" one dict per KV group, whose "max_bytes" is what all sequences together
-            can hold in it; and under "kv_cache_rule" the reason for the size of the pool.
-        """
-        report = self._dispatcher.call(lambda executor: executor.memory_report())
-        for group in report["groups"]:
-            group["max_bytes"] = group_max_bytes(
-                group, max_num_seqs=self.config.max_num_seqs, max_model_len=self.max_model_len
-            )
-        return {"device": self.target.model.device, **report}
-
-    def stats(self) -> dict[str, Any]:
-        """Counts what the engine has done since it started, and what it does now.
-
-        Takes the same time whatever has run, so it can be called often.
-
-        Returns:
-            A dict of plain JSON types:
-
-            - num_running, num_waiting: outputs that run and wait now.
-            - num_finished, num_failed, num_cancelled: outputs that have ended: with a stop token or
-              at their length, with an error, or by `close` or a stop string.
-            - num_prompt_tokens: prompt tokens that were computed; those that a preempted request
-              computes again count again.
-            - num_cached_tokens: prompt tokens whose KV was taken over instead, from another output
-              of the prompt or from the prefix cache.
-            - prefix_cache: num_query_tokens, the prompt tokens that the prefix cache was asked for,
-              and num_hit_tokens, those that it had.
-            - num_output_tokens: tokens delivered.
-            - num_iterations, num_preemptions.
-            - uptime_s: seconds since the engine started.
-            - kv_cache_usage: the fraction of the KV pool in use, 0 to 1.
-            - kv_groups: for each KV group its "owner" ("target" or "draft"), "kind" and "window" as
-              in `memory_report`; its blocks "held_blocks" by outputs, "quarantined_blocks" that
-              wait for iterations in flight, "cached_blocks" that no output holds but whose KV can
-              be taken over, and "max_blocks" if it had the whole pool; and since the start
-              "hit_blocks", taken over from the prefix cache, and "evicted_blocks", whose memory
-              went to new blocks.
-            - speculative_decoding: None without it. Otherwise a dict with num_spec_tokens (k),
-              num_spec_steps, num_draft_tokens, num_accepted_draft_tokens, mean_acceptance_length,
-              draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`; and
-              "adaptive", None or a dict with the choice of the number of drafts and what it follows
-              from: num_drafts now, by_num_drafts, acceptance and costs (docs/adaptive.md).
-
-        Raises:
-            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
-        """
-        stats = self._dispatcher.call(lambda executor: executor.stats())
-        return engine_stats(stats, self._kv_groups, self._num_speculative_tokens)
-
-    def __repr__(self) -> str:
-        speculative = "plain"
-        if self.speculative_config is not None:
-            speculative = (
-                f"{self.speculative_config.method} k="
-                f"{self.speculative_config.num_speculative_tokens}"
-            )
-        closed = ", closed" if self._dispatcher.is_closed else ""
-        if self._dispatcher.is_forked:
-            closed = ", unusable in this forked process"
-        return (
-            f"<LLM {str(self.target.path)!r} ({self.target.architecture}, "
-            f"{self.target.weight_dtype}, {self.target.model.device}), {speculative}, "
-            f"max_model_len={self.max_model_len}{closed}>"
-        )
-
-    def close(self) -> None:
-        """Cancels all requests and frees the engine. Closing twice is fine.
-
-        An LLM that is never closed is freed when it is collected or the interpreter exits.
-        """
-        self._dispatcher.close()
-
-    def __del__(self) -> None:
-        # Not weakref.finalize: a Ctrl-C at its start would leave the engine in its registry.
-        if hasattr(self, "_dispatcher"):
-            self._dispatcher.close()
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "an LLM cannot be pickled or copied: it owns threads and the memory of its engine. "
-            "Build it in the process that uses it"
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     # ---- internals -----------------------------------------------------------------------------
-
-    @property
-    def _num_speculative_tokens(self) -> int | None:
-        speculative = self.speculative_config
-        return None if speculative is None else speculative.num_speculative_tokens
-
-    @property
-    def _executor(self) -> _core.Executor:
-        self._dispatcher.check_running()
-        return self._dispatcher.executor
 
     def _encode_whole(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt to which no output is added."""

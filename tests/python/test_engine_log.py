@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM, SamplingParams, _core, engine_log, running_llm
+from paceline import LLM, SamplingParams, _core, engine_log, running_engine
 from test_llm_processes import run_script
 
 PROMPT = list(range(3, 30))
@@ -26,12 +26,12 @@ def short_interval(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the seconds of work after which the next LLM logs a line."""
 
     def change(seconds: float) -> None:
-        original = running_llm.executor_options
+        original = running_engine.executor_options
 
         def changed(*arguments: Any, **named: Any) -> dict[str, Any]:
             return {"log_interval_s": seconds} | original(*arguments, **named)
 
-        monkeypatch.setattr(running_llm, "executor_options", changed)
+        monkeypatch.setattr(running_engine, "executor_options", changed)
 
     return change
 
@@ -164,9 +164,9 @@ def test_closing_does_not_wait_for_handlers(
 def test_exit_and_fork_while_an_engine_logs(target_dir: Path) -> None:
     script = """
     import logging
-    from paceline import running_llm
-    original = running_llm.executor_options
-    running_llm.executor_options = lambda *a, **k: original(*a, **k) | {"log_interval_s": 1e-6}
+    from paceline import running_engine
+    original = running_engine.executor_options
+    running_engine.executor_options = lambda *a, **k: original(*a, **k) | {"log_interval_s": 1e-6}
     logging.basicConfig(level=logging.INFO, format="%(process)d %(message)s")
     llm = build()
     stream = llm.stream([[1, 2, 3]] * 2, LONG)

@@ -183,7 +183,7 @@ def test_a_ctrl_c_while_an_llm_starts_leaves_no_engine(loaded: LoadedModel) -> N
     before = num_threads()
     traced = (
         "LLM.from_loaded",
-        "RunningLLM._start",
+        "RunningEngine._start",
         "Dispatcher.__init__",
         "register",
         "delayed_exit",
@@ -280,7 +280,7 @@ def test_a_ctrl_c_keeps_no_engine_in_its_traceback(loaded: LoadedModel) -> None:
             assert num_threads() > before
             raise KeyboardInterrupt
 
-        patch.setattr("paceline.running_llm.Dispatcher", interrupt)
+        patch.setattr("paceline.running_engine.Dispatcher", interrupt)
         build(loaded)
     assert num_threads() == before
     assert any(frame.name == "_start" for frame in caught.traceback)
