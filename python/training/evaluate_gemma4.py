@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from evaluate_demo import NEW_TOKENS, Run, readable, run_engine
 from evaluate_eagle3 import drafter_arguments
-from gemma4_model import generate, load_assistant, load_target
+from gemma4_files import load_assistant, load_target
+from gemma4_model import generate
 from generation import until_end
 from measures import acceptance, emitted_by_drafts
 from texts import Texts

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from corpus import token_stream
 from fitting import Clock, draft_loss, fit
+from gemma4_files import load_target, save_assistant, save_target
 from gemma4_model import (
     Assistant,
     Target,
@@ -24,10 +25,7 @@ from gemma4_model import (
     assistant_config,
     compile_layers,
     generate,
-    load_target,
     rounded_to_bf16,
-    save_assistant,
-    save_target,
     target_config,
 )
 from options import DEMO, add_minutes, corpus_from, options_for, plan_from

@@ -27,9 +27,15 @@ def randomised(model: Any, seed: int) -> Any:
 
 @pytest.fixture(scope="module")
 def gemma4() -> Any:
-    """The module under test."""
-    pytest.importorskip("safetensors")
+    """The models."""
     return pytest.importorskip("gemma4_model")
+
+
+@pytest.fixture(scope="module")
+def files(gemma4: Any) -> Any:
+    """What saves and loads them."""
+    pytest.importorskip("safetensors")
+    return pytest.importorskip("gemma4_files")
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +71,15 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_transformers_reads_the_target(gemma4: Any, target: Any, tmp_path: Path) -> None:
+def test_transformers_reads_the_target(files: Any, target: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    gemma4.save_target(target, tmp_path, find_demo("draft_model").target)
+    files.save_target(target, tmp_path, find_demo("draft_model").target)
     # Rows longer than the window, so that the sliding layers forget.
     ids = some_ids(2, 40)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert type(theirs).__name__ == "Gemma4ForCausalLM"
     close(target(ids), theirs.eval()(ids).logits)
-    close(gemma4.load_target(tmp_path, torch.device("cpu"))(ids), target(ids))
+    close(files.load_target(tmp_path, torch.device("cpu"))(ids), target(ids))
 
 
 def test_generation_continues_each_prompt_alone(gemma4: Any, target: Any) -> None:
@@ -114,13 +120,13 @@ def test_training_drafts_as_inference_does(
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_transformers_reads_the_assistant(
-    gemma4: Any, target: Any, assistant: Any, tmp_path: Path, ahead: int
+    gemma4: Any, files: Any, target: Any, assistant: Any, tmp_path: Path, ahead: int
 ) -> None:
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
         pytest.skip("this version of transformers has no Gemma 4 assistant")
-    gemma4.save_target(target, tmp_path / "target", find_demo("draft_model").target)
-    gemma4.save_assistant(assistant, tmp_path / "assistant")
+    files.save_target(target, tmp_path / "target", find_demo("draft_model").target)
+    files.save_assistant(assistant, tmp_path / "assistant")
     their_target = transformers.Gemma4ForCausalLM.from_pretrained(
         tmp_path / "target", dtype=torch.float32
     ).eval()
@@ -152,7 +158,7 @@ def test_transformers_reads_the_assistant(
         their_hidden = their_out.last_hidden_state
         close(hidden, their_hidden)
         token = logits.argmax(-1)
-    loaded = gemma4.load_assistant(tmp_path / "assistant", torch.device("cpu"))
+    loaded = files.load_assistant(tmp_path / "assistant", torch.device("cpu"))
     close(
         loaded(target.embed(token), hidden, view)[0],
         assistant(target.embed(token), hidden, view)[0],
@@ -170,10 +176,10 @@ def test_counts_what_drafts_emit() -> None:
     assert measures.emitted_by_drafts(continuation[:4], [first_steps, second_steps]) == [2, 1]
 
 
-def test_paceline_reads_the_target(gemma4: Any, tmp_path: Path) -> None:
+def test_paceline_reads_the_target(gemma4: Any, files: Any, tmp_path: Path) -> None:
     from paceline.loader import load_checkpoint
 
     torch.manual_seed(0)
     model = randomised(gemma4.Target(gemma4.target_config()), seed=4)
-    gemma4.save_target(model, tmp_path, find_demo("draft_model").target)
+    files.save_target(model, tmp_path, find_demo("draft_model").target)
     assert load_checkpoint(tmp_path) is not None
