@@ -17,7 +17,8 @@ from paceline.loader import CheckpointFolder
 from paceline.loader.block_kinds import default_num_drafts
 from paceline.loader.files import find
 from paceline.loader.speculators import CURE, Speculators, read_speculators
-from paceline.speculative_config import BLOCK_METHODS, SpeculativeConfig
+from paceline.speculative_checks import BLOCK_METHODS
+from paceline.speculative_config import SpeculativeConfig
 
 
 class _Options(TypedDict):

@@ -7,52 +7,20 @@ Every error names the key, the value and the values allowed. No value is silentl
 from __future__ import annotations
 
 import dataclasses
-import operator
-import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.checks import (
-    check_bool,
-    check_choice,
-    check_finite,
-    check_int,
-    check_path,
-    check_revision,
-    parse_json,
-    quoted,
-    shorten,
-)
+from paceline.checks import check_choice, parse_json, quoted, shorten
 from paceline.custom_drafter import Drafter
-from paceline.limits import (
-    DEFAULT_DRAFT_PROPOSALS,
-    MAX_DRAFT_PROPOSALS,
-    MAX_PROMPT_LOOKUP,
-    MAX_SPECULATIVE_TOKENS,
+from paceline.limits import MAX_SPECULATIVE_TOKENS
+from paceline.speculative_checks import (
+    BLOCK_METHODS,
+    LATER_METHODS,
+    METHODS,
+    MODEL_FREE_METHODS,
+    check_all,
 )
 from paceline.vllm_arguments import advice_end
-
-METHODS: Final = (
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "gemma4_mtp",
-    "dflash",
-    "dspark",
-    "ngram",
-    "custom",
-)
-#: The methods whose drafter says how many tokens it drafts, and may lie in the target's folder.
-BLOCK_METHODS: Final = ("dflash", "dspark")
-#: The methods without a model.
-MODEL_FREE_METHODS: Final = ("ngram", "custom")
-LATER_METHODS: Final = ("suffix",)
-REJECTION_SAMPLE_METHODS: Final = ("coupled", "standard", "block", "synthetic")
-DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
-DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
-DRAFT_POSITIONS: Final = ("last", "next")
-DRAFT_FEEDBACKS: Final = ("normed", "raw")
 
 # Keys of SpeculativeConfig that users write under "x".
 _NESTED_KEYS: Final = (
@@ -64,12 +32,6 @@ _NESTED_KEYS: Final = (
     "adaptive",
 )
 
-# Those of REJECTION_SAMPLE_METHODS that compare the probabilities of drafter and target.
-_RATIO_METHODS: Final = ("standard", "block")
-
-# The length of the n-grams that are looked up, by default.
-DEFAULT_PROMPT_LOOKUP: Final = 5
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
@@ -77,8 +39,7 @@ class SpeculativeConfig:
 
     `method` and `model` may both be None where the model brings a drafter of its own: a folder of
     `paceline convert`, one of the `speculators` package, or a target with a subfolder "dflash" or
-    "dspark". A configuration that sets nothing, such
-    as `{"method": None}`, means plain decoding.
+    "dspark". A configuration that sets nothing, such as `{"method": None}`, means plain decoding.
 
     Attributes:
         method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dspark", "ngram"
@@ -155,29 +116,7 @@ class SpeculativeConfig:
     adaptive: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.method is not None:
-            check_choice("speculative_config['method']", self.method, METHODS, LATER_METHODS)
-        self._check_model()
-        self._check_drafter()
-        self._check_prompt_lookup()
-        k = self.num_speculative_tokens
-        if k is not None or not (self.is_incomplete or self.method in BLOCK_METHODS):
-            key = "speculative_config['num_speculative_tokens']"
-            k = check_int(key, k, 1, MAX_SPECULATIVE_TOKENS)
-            object.__setattr__(self, "num_speculative_tokens", k)
-        check_choice(
-            "speculative_config['rejection_sample_method']",
-            self.rejection_sample_method,
-            REJECTION_SAMPLE_METHODS,
-        )
-        self._check_synthetic_length(k)
-        self._check_draft_sampling()
-        self._check_draft_proposals()
-        check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
-        self._check_draft_stop()
-        self._check_adaptive()
-        self._check_draft_position()
-        self._check_draft_feedback()
+        check_all(self)
 
     @property
     def is_incomplete(self) -> bool:
@@ -238,185 +177,6 @@ class SpeculativeConfig:
             f"version: {quoted(METHODS)}"
         )
 
-    def _check_draft_sampling(self) -> None:
-        key = "speculative_config['draft_sample_method']"
-        has_probabilities = self.rejection_sample_method in _RATIO_METHODS
-        is_looked_up = has_probabilities and not self.has_model
-        if self.draft_sample_method is None:
-            default = "greedy" if is_looked_up else "probabilistic"
-            object.__setattr__(self, "draft_sample_method", default)
-        elif self.draft_sample_method == "greedy" and not has_probabilities:
-            raise ValueError(
-                f"{key} is 'greedy'; "
-                f"with rejection_sample_method {self.rejection_sample_method!r} the drafter "
-                "samples with the target's noise, at the request's temperature; allowed: "
-                "'probabilistic' (at temperature 0 both are greedy)"
-            )
-        elif self.draft_sample_method == "probabilistic" and is_looked_up:
-            raise ValueError(
-                f"{key} is 'probabilistic', but method is {self.method!r}, whose drafts "
-                f"have no distribution; allowed with rejection_sample_method "
-                f"{self.rejection_sample_method!r}: 'greedy'"
-            )
-        allowed = DRAFT_SAMPLE_METHODS if has_probabilities else DRAFT_SAMPLE_METHODS[:1]
-        check_choice(key, self.draft_sample_method, allowed)
-
-    def _check_draft_proposals(self) -> None:
-        key = "speculative_config['x']['draft_proposals']"
-        has_probabilities = (
-            self.rejection_sample_method in _RATIO_METHODS
-            and self.draft_sample_method == "probabilistic"
-        )
-        count = self.draft_proposals
-        if not has_probabilities:
-            if count is not None:
-                raise ValueError(
-                    f"{key} is {shorten(count)}, but rejection_sample_method is "
-                    f"{self.rejection_sample_method!r} and draft_sample_method "
-                    f"{self.draft_sample_method!r}; allowed: only with {quoted(_RATIO_METHODS)} "
-                    "and 'probabilistic'"
-                )
-            return
-        if count is None:
-            count = DEFAULT_DRAFT_PROPOSALS
-        object.__setattr__(self, "draft_proposals", check_int(key, count, 1, MAX_DRAFT_PROPOSALS))
-
-    def _check_draft_position(self) -> None:
-        key = "speculative_config['x']['draft_position']"
-        if self.draft_position is None:
-            if self.method == "gemma4_mtp":
-                object.__setattr__(self, "draft_position", DRAFT_POSITIONS[0])
-            return
-        check_choice(key, self.draft_position, DRAFT_POSITIONS)
-        # Without a method the checkpoint decides, see `resolved`.
-        if self.method not in (None, "gemma4_mtp"):
-            raise ValueError(
-                f"{key} is {self.draft_position!r}, but method is {self.method!r}, whose drafts "
-                "have one position each; allowed: only with 'gemma4_mtp', otherwise leave it out"
-            )
-
-    def _check_draft_feedback(self) -> None:
-        key = "speculative_config['x']['draft_feedback']"
-        if self.draft_feedback is None:
-            return
-        check_choice(key, self.draft_feedback, DRAFT_FEEDBACKS)
-        # Without a method the checkpoint decides, see `resolved`.
-        if self.method not in (None, "mtp"):
-            raise ValueError(
-                f"{key} is {self.draft_feedback!r}, but method is {self.method!r}; allowed: only "
-                "with 'mtp', otherwise leave it out"
-            )
-
-    def _check_adaptive(self) -> None:
-        key = "speculative_config['x']['adaptive']"
-        if self.adaptive is None:
-            return
-        check_bool(key, self.adaptive)
-        if self.adaptive and self.method == "custom":
-            raise ValueError(
-                f"{key} is True, but method is 'custom', whose time the engine does not know; "
-                "allowed: False, or leave it out"
-            )
-
-    def _check_draft_stop(self) -> None:
-        key = "speculative_config['x']['draft_stop_threshold']"
-        allowed = "a number from 0 (off) to below 1"
-        threshold = check_finite(key, self.draft_stop_threshold, allowed)
-        if not 0 <= threshold < 1:
-            raise ValueError(f"{key} is {threshold}; allowed: {allowed}")
-        if threshold > 0 and not self.has_model:
-            raise ValueError(
-                f"{key} is {threshold}, but method is {self.method!r}, whose drafts have no "
-                "probability; "
-                "allowed: 0 (off), or a method with a model"
-            )
-        if threshold > 0 and self.draft_driver != "while":
-            raise ValueError(
-                f"{key} is {threshold}, but draft_driver is {self.draft_driver!r}; allowed: only "
-                "with 'while', the only driver that can stop early"
-            )
-        object.__setattr__(self, "draft_stop_threshold", threshold)
-
-    def _check_model(self) -> None:
-        key = "speculative_config['model']"
-        if not self.has_model:
-            source = (
-                "looks drafts up in the sequence" if self.method == "ngram" else "calls a function"
-            )
-            for name in ("model", "revision"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"speculative_config[{name!r}] is {shorten(getattr(self, name))}, but "
-                        f"method {self.method!r} {source} and has no model; allowed: no {name!r}"
-                    )
-            return
-        if self.is_incomplete:
-            if self.revision is not None:
-                raise ValueError(
-                    f"speculative_config['revision'] is {shorten(self.revision)}, but 'model' is "
-                    "missing; allowed: only with a 'model' on the hub"
-                )
-            return
-        if self.method in ("mtp", *BLOCK_METHODS) and self.model is None:
-            if self.revision is not None:
-                raise ValueError(
-                    f"speculative_config['revision'] is {shorten(self.revision)}, but without a "
-                    f"'model' method {self.method!r} drafts with files of the target; allowed: no "
-                    "'revision'"
-                )
-            return
-        what = "the folder of the drafter, or its name on the hub"
-        if self.method is not None:
-            what += f", which method {self.method!r} needs"
-        model = check_path(key, self.model, what)
-        if isinstance(self.model, os.PathLike):
-            # A string such as "name" could be a model of the hub; a path is not.
-            model = os.path.join(os.curdir, model)
-        object.__setattr__(self, "model", model)
-        check_revision("speculative_config['revision']", self.revision)
-
-    def _check_drafter(self) -> None:
-        key = "speculative_config['drafter']"
-        if self.method == "custom":
-            if not callable(self.drafter):
-                raise ValueError(
-                    f"{key} is {shorten(self.drafter)}; allowed: a function of token ids that "
-                    "returns token ids, which method 'custom' needs and only Python can give"
-                )
-        elif self.drafter is not None:
-            raise ValueError(
-                f"{key} is {shorten(self.drafter)}, but method is {self.method!r}; allowed: only "
-                "with 'custom'"
-            )
-
-    def _check_prompt_lookup(self) -> None:
-        given = {"prompt_lookup_min": self.prompt_lookup_min}
-        given["prompt_lookup_max"] = self.prompt_lookup_max
-        for name, value in given.items():
-            if value is None:
-                continue
-            key = f"speculative_config['{name}']"
-            if self.method != "ngram":
-                raise ValueError(
-                    f"{key} is {shorten(value)}, but method is {self.method!r}; "
-                    "allowed: only with 'ngram'"
-                )
-            check_int(key, value, 1, MAX_PROMPT_LOOKUP)
-        if self.method != "ngram":
-            return
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        if low is None:
-            low = DEFAULT_PROMPT_LOOKUP if high is None else high
-        if high is None:
-            high = low
-        if low > high:
-            raise ValueError(
-                f"speculative_config['prompt_lookup_min'] is {low}; allowed: an integer from 1 to "
-                f"prompt_lookup_max = {high}"
-            )
-        object.__setattr__(self, "prompt_lookup_min", operator.index(low))
-        object.__setattr__(self, "prompt_lookup_max", operator.index(high))
-
     def resolved(self, method: str) -> SpeculativeConfig:
         """Returns this configuration with the method of the drafter's checkpoint.
 
@@ -431,24 +191,6 @@ class SpeculativeConfig:
                 f"{method!r}; allowed: {method!r}, or no 'method'"
             )
         return dataclasses.replace(self, method=method)
-
-    def _check_synthetic_length(self, k: int | None) -> None:
-        key = "speculative_config['synthetic_acceptance_length']"
-        value = self.synthetic_acceptance_length
-        if self.rejection_sample_method != "synthetic":
-            if value is not None:
-                raise ValueError(
-                    f"{key} is {shorten(value)}, but rejection_sample_method is "
-                    f"{self.rejection_sample_method!r}; allowed: only with 'synthetic'"
-                )
-            return
-        # Without k, `completed` checks again.
-        k = MAX_SPECULATIVE_TOKENS if k is None else k
-        allowed = f"a number from 1 to num_speculative_tokens + 1 = {k + 1}"
-        length = check_finite(key, value, allowed)
-        if not 1 <= length <= k + 1:
-            raise ValueError(f"{key} is {shorten(value)}; allowed: {allowed}")
-        object.__setattr__(self, "synthetic_acceptance_length", length)
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
