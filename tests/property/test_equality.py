@@ -6,8 +6,8 @@ position of drafts x device lateness x temperature x truncation, penalties and b
 size of the KV pool x neighbours that are cancelled at random x samples per request x prefix cache
 x number of drafts by iteration.
 The prompts are branches of a random tree, and with the prefix cache all jobs run twice. The
-reference runs every sample as a separate plain request without that cache. Assistants of Gemma 4
-draft for its targets only.
+reference runs every sample as a separate plain request without that cache. Some drafters are for
+some targets only (`equality_models.is_possible`).
 
 Level 1 (CI) runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 runs
 20,000 random cells, of more than a hundred million, which takes an hour or two.
@@ -20,73 +20,26 @@ import functools
 import itertools
 import os
 import random
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 
-import assistant_models
-import block_models
-import eagle_models
-import tiny_models
+from equality_jobs import MAX_LOGPROBS, Outcome, as_separate_requests, jobs, run
+from equality_models import ASSISTANTS, DRAFTERS, TARGETS, is_possible, model
 from paceline import _core
-from paceline.loader import LoadedModel, load_checkpoint, load_drafter
+from paceline.loader import LoadedModel
 
-VOCAB = 128
 MAX_MODEL_LEN = 192
 MAX_NUM_SEQS = 8
-MAX_LOGPROBS = 3
-AUX_LAYERS = (0, 1)
 SEED = int(os.environ.get("PACELINE_SEED", "20261121"))
 LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
 NUM_RANDOM_CELLS = 200 if LEVEL < 3 else 20_000
 
-TARGETS = {
-    **{name: tiny_models.TinySpec(name) for name in ("llama", "qwen3", "gemma3", "gemma4")},
-    # The large sizes: keys as values in full layers, a layer's own KV in every layer.
-    "gemma4_large": tiny_models.TinySpec(
-        "gemma4", k_eq_v=True, shared_layers=0, per_layer_size=0, logit_soft_cap=30.0
-    ),
-    "gpt_oss": tiny_models.TinySpec("gpt_oss", num_experts=4, top_k=2),
-    "gpt_oss_large": tiny_models.TinySpec("gpt_oss", num_layers=4, quantization="mxfp4"),
-    # q, k and v are rows of one matrix, and each has scales of its own.
-    "qwen3_fp8": tiny_models.TinySpec("qwen3", quantization="fp8_block"),
-}
-# An lm_head without clusters and with them.
-ASSISTANTS = {
-    "gemma4_mtp": assistant_models.AssistantSpec(seed=3),
-    "gemma4_mtp_clusters": assistant_models.AssistantSpec(seed=3, centroids=(16, 3)),
-}
-# Blocks for every k; a window that begins with each row or with the block, and all ids or fewer.
-BLOCKS = {
-    "dflash": block_models.BlockSpec(
-        "z-lab", seed=3, block_size=17, window=9, aux_layers=AUX_LAYERS
-    ),
-    "dspark": block_models.BlockSpec(
-        "speculators", seed=3, block_size=16, window=9, aux_layers=AUX_LAYERS, markov_rank=8,
-        draft_vocab_size=96,
-    ),
-}  # fmt: skip
-
 AXES: dict[str, tuple[Any, ...]] = {
     "family": tuple(TARGETS),
-    # A noisy copy agrees often, a smaller model of the same family with other weights seldom. EAGLE
-    # draft heads and assistants are random too, and prompt lookup is right by accident. "other
-    # family" has a dense drafter for mixtures, and a mixture for Llama.
-    "drafter": (
-        "self",
-        "noisy",
-        "same_family",
-        "other_family",
-        "eagle",
-        "eagle3",
-        "ngram",
-        *ASSISTANTS,
-        *BLOCKS,
-    ),
+    "drafter": DRAFTERS,
     "k": tuple(range(1, 17)),
     "block_size": (8, 16, 32),
     "chunk": (16, 0),
@@ -140,10 +93,6 @@ class Cell:
         return "-".join(str(getattr(self, field.name)) for field in fields(self))
 
 
-def is_possible(family: str, drafter: str) -> bool:
-    return drafter not in ASSISTANTS or TARGETS[family].family == "gemma4"
-
-
 def random_cell(rng: random.Random, **fixed: Any) -> Cell:
     while True:
         values = {axis: rng.choice(values) for axis, values in AXES.items()} | fixed
@@ -176,185 +125,6 @@ def pairwise_cover() -> list[Cell]:
         cells.append(best)
         missing -= covered(best)
     return cells
-
-
-@functools.cache
-def scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="paceline-equality-"))
-
-
-@functools.cache
-def model(family: str, variant: str, dtype: str) -> LoadedModel:
-    """A tiny target ("target"), or a drafter for it that is a model."""
-    spec = replace(TARGETS[family], seed=7, vocab_size=VOCAB)
-    if variant in ASSISTANTS:
-        path = scratch() / f"{family}-{variant}"
-        if not path.exists():
-            assistant_models.write(ASSISTANTS[variant], tiny_models.make(spec), path)
-        return load_drafter(path, model(family, "target", dtype), progress=False)
-    if variant in BLOCKS:
-        path = scratch() / f"{family}-{variant}"
-        if not path.exists():
-            block_models.write(BLOCKS[variant], tiny_models.make(spec), path)
-        return load_drafter(path, model(family, "target", dtype), progress=False)
-    if variant in ("eagle", "eagle3"):
-        path = scratch() / f"{family}-{variant}"
-        if not path.exists():
-            head = eagle_models.EagleSpec(
-                variant, seed=3, aux_layers=AUX_LAYERS, num_aux=len(AUX_LAYERS)
-            )
-            eagle_models.write(head, tiny_models.make(spec), path)
-        return load_drafter(path, model(family, "target", dtype), progress=False)
-    if variant in ("target", "self"):
-        path = tiny_models.make(spec)
-    elif variant == "noisy":
-        path = scratch() / f"{family}-noisy"
-        if not path.exists():
-            plain = tiny_models.make(spec)
-            if spec.quantization is not None:
-                plain = tiny_models.plain_copy(plain)
-            tiny_models.perturbed_copy(plain, path, noise=0.03, seed=1)
-    elif variant == "same_family":
-        small = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "num_experts": 4, "top_k": 2}
-        if spec.family == "gpt_oss":
-            small["num_layers"] = 2
-        path = tiny_models.make(replace(spec, seed=8, **small))
-    else:
-        others = {
-            "llama": "gpt_oss",
-            "qwen3": "llama",
-            "gemma3": "qwen3",
-            "gemma4": "gemma3",
-            "gpt_oss": "gemma4",
-        }
-        other = others[spec.family]
-        path = tiny_models.make(tiny_models.TinySpec(other, seed=9, vocab_size=VOCAB))
-    return load_checkpoint(path, dtype=dtype, progress=False)
-
-
-@dataclass(frozen=True)
-class Job:
-    prompt: tuple[int, ...]
-    max_tokens: int
-    seed: int
-    stop: tuple[int, ...]
-    logprobs: int  # -1: none
-    prompt_logprobs: int
-    sampling: dict[str, Any]
-
-
-def random_sampling(rng: random.Random) -> dict[str, Any]:
-    """Truncation, penalties and bias of a request; for a third of them none."""
-    if rng.random() < 1 / 3:
-        return {}
-    choices: dict[str, tuple[Any, ...]] = {
-        "top_k": (1, 5, 40),
-        "top_p": (0.3, 0.9),
-        "min_p": (0.02, 0.2),
-        "repetition_penalty": (0.9, 1.3),
-        "presence_penalty": (-0.4, 0.8),
-        "frequency_penalty": (-0.2, 0.5),
-        "logit_bias": ([(1 + rng.randrange(VOCAB - 1), 2.0), (0, -3.0)],),
-    }
-    return {name: rng.choice(of) for name, of in choices.items() if rng.random() < 0.4}
-
-
-@functools.cache
-def jobs(batch: int, has_sampling: bool) -> tuple[Job, ...]:
-    rng = random.Random(batch)
-    asks = random.Random(-batch)
-    samples = random.Random(f"sampling {batch}")
-    branches = random.Random(f"branches {batch}")
-    prompts: list[tuple[int, ...]] = []
-    for _ in range(batch):
-        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 50)))
-        if prompts and branches.random() < 0.8:
-            other = branches.choice(prompts)
-            prompt = (*other[: branches.randint(0, len(other))], *prompt)[:50]
-        prompts.append(prompt)
-    return tuple(
-        Job(
-            prompt=prompt,
-            max_tokens=rng.randint(1, 32),
-            seed=rng.randrange(2**40),
-            stop=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
-            logprobs=asks.choice((-1, -1, 0, MAX_LOGPROBS)),
-            prompt_logprobs=asks.choice((-1, -1, 0, MAX_LOGPROBS)),
-            sampling=random_sampling(samples) if has_sampling else {},
-        )
-        for prompt in prompts
-    )
-
-
-def as_separate_requests(work: tuple[Job, ...], num_samples: int) -> tuple[Job, ...]:
-    """Returns every sample as a separate request, in the order of `run`.
-
-    The first sample returns the prompt's logprobs for all samples.
-    """
-    return tuple(
-        replace(
-            job,
-            seed=job.seed + sample,
-            prompt_logprobs=job.prompt_logprobs if sample == 0 else -1,
-        )
-        for job in work
-        for sample in range(num_samples)
-    )
-
-
-@dataclass
-class Outcome:
-    tokens: list[int]
-    finish_reason: str | None = None
-    drafted: int = 0
-    accepted: int = 0
-    logprobs: list[Any] = field(default_factory=list)  # by token
-    prompt_logprobs: list[Any] = field(default_factory=list)  # by delivery: one at most
-
-
-def run(
-    executor: _core.Executor, work: tuple[Job, ...], temperature: float, *, neighbours: int = 0,
-    num_samples: int = 1,
-) -> list[Outcome]:  # fmt: skip
-    """Runs all jobs at once; neighbours are queued between them and cancelled at random moments."""
-    rng = random.Random(len(work))
-    index: dict[int, int] = {}
-    cancellable: list[int] = []
-
-    def add(job: Job) -> int:
-        request = executor.add_request(
-            list(job.prompt), temperature=temperature, seed=job.seed, max_tokens=job.max_tokens,
-            stop_token_ids=list(job.stop), logprobs=job.logprobs,
-            prompt_logprobs=job.prompt_logprobs, num_samples=num_samples, **job.sampling,
-        )  # fmt: skip
-        assert request is not None
-        return request
-
-    for i, job in enumerate(work):
-        if len(cancellable) < neighbours:
-            cancellable.append(add(replace(job, seed=job.seed + 1, max_tokens=60)))
-        index[add(job)] = i
-    outcomes = [Outcome([]) for _ in range(len(work) * num_samples)]
-    left = len(outcomes)
-    while left:
-        if cancellable and rng.random() < 0.3:
-            executor.cancel(cancellable.pop(rng.randrange(len(cancellable))))
-        for event in executor.poll(2):
-            if event.id not in index:
-                continue
-            outcome = outcomes[index[event.id] * num_samples + event.sample]
-            outcome.tokens += event.token_ids
-            outcome.logprobs += event.logprobs
-            if event.prompt_logprobs is not None:
-                outcome.prompt_logprobs.append(event.prompt_logprobs)
-            if event.finish_reason is not None:
-                outcome.finish_reason = event.finish_reason
-                outcome.drafted = event.counters["num_draft_tokens"]
-                outcome.accepted = event.counters["num_accepted_tokens"]
-                left -= 1
-    for request in cancellable:
-        executor.cancel(request)
-    return outcomes
 
 
 def tight_bytes(cell: Cell, target: LoadedModel, draft: _core.Model | None) -> int:

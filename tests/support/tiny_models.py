@@ -240,6 +240,8 @@ def perturbed_copy(directory: Path, out: Path, noise: float, seed: int = 0) -> P
     copy_checkpoint(directory, out)
     tensors = load_tensors(directory)
     for name, tensor in tensors.items():
+        if not tensor.is_floating_point():  # a table of experts
+            continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         values = tensor.float()
         spread = float(values.std()) if values.numel() > 1 else 0.0

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny targets and drafters of tests/property/test_equality.py."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import assistant_models
+import block_models
+import deepseek_v4_models
+import eagle_models
+import mtp_models
+import tiny_models
+from assistant_models import AssistantSpec
+from block_models import BlockSpec
+from deepseek_v4_models import V4Spec
+from eagle_models import EagleSpec
+from paceline.loader import LoadedModel, load_checkpoint, load_drafter
+from tiny_models import TinySpec
+
+VOCAB = 128
+AUX_LAYERS = (0, 1)
+
+TARGETS: dict[str, TinySpec | V4Spec] = {
+    **{name: TinySpec(name) for name in ("llama", "qwen3", "gemma3", "gemma4")},
+    # The large sizes: keys as values in full layers, a layer's own KV in every layer.
+    "gemma4_large": TinySpec(
+        "gemma4", k_eq_v=True, shared_layers=0, per_layer_size=0, logit_soft_cap=30.0
+    ),
+    "gpt_oss": TinySpec("gpt_oss", num_experts=4, top_k=2),
+    "gpt_oss_large": TinySpec("gpt_oss", num_layers=4, quantization="mxfp4"),
+    # q, k and v are rows of one matrix, and each has scales of its own.
+    "qwen3_fp8": TinySpec("qwen3", quantization="fp8_block"),
+    # Latent attention, and a mixture with a shared expert.
+    "glm": TinySpec("glm4_moe_lite"),
+    # A window alone, entries of 4 tokens that an indexer chooses, entries of 8.
+    "deepseek_v4": V4Spec(ratios=(0, 4, 128)),
+}
+# An lm_head without clusters and with them.
+ASSISTANTS = {
+    "gemma4_mtp": AssistantSpec(seed=3),
+    "gemma4_mtp_clusters": AssistantSpec(seed=3, centroids=(16, 3)),
+}
+# Blocks for every k; a window that begins with each row or with the block, and all ids or fewer.
+BLOCKS = {
+    "dflash": BlockSpec(
+        "z-lab", seed=3, block_size=17, window=9, aux_layers=AUX_LAYERS
+    ),
+    "dspark": BlockSpec(
+        "speculators", seed=3, block_size=16, window=9, aux_layers=AUX_LAYERS, markov_rank=8,
+        draft_vocab_size=96,
+    ),
+}  # fmt: skip
+HEADS = {
+    name: EagleSpec(name, seed=3, aux_layers=AUX_LAYERS, num_aux=len(AUX_LAYERS))
+    for name in ("eagle", "eagle3")
+}
+MTP_FAMILIES = ("glm", "deepseek_v4")
+# A noisy copy agrees often, a smaller model of the same family with other weights seldom. EAGLE
+# draft heads, assistants, blocks and MTP layers are random too, and prompt lookup is right by
+# accident. "other_family" has a dense drafter for mixtures, and a mixture for Llama.
+DRAFTERS = (
+    "self",
+    "noisy",
+    "same_family",
+    "other_family",
+    "ngram",
+    "mtp",
+    *HEADS,
+    *ASSISTANTS,
+    *BLOCKS,
+)
+# What "other_family" is.
+_OTHERS = {
+    "llama": "gpt_oss",
+    "qwen3": "llama",
+    "gemma3": "qwen3",
+    "gemma4": "gemma3",
+    "gpt_oss": "gemma4",
+    "glm4_moe_lite": "llama",
+}
+
+
+def is_possible(family: str, drafter: str) -> bool:
+    """Whether the drafter is for targets of the family."""
+    spec = TARGETS[family]
+    if drafter in ASSISTANTS:
+        return isinstance(spec, TinySpec) and spec.family == "gemma4"
+    if drafter == "mtp":
+        return family in MTP_FAMILIES
+    # Draft heads and blocks read one hidden state a layer.
+    return isinstance(spec, TinySpec) or (drafter not in HEADS and drafter not in BLOCKS)
+
+
+@functools.cache
+def model(family: str, variant: str, dtype: str) -> LoadedModel:
+    """A target ("target"), or a drafter for it that is a model."""
+    spec = replace(TARGETS[family], seed=7, vocab_size=VOCAB)
+    if variant in ("target", "self"):
+        return load_checkpoint(_make(spec), dtype=dtype, progress=False)
+    path = _scratch() / f"{family}-{variant}"
+    if variant in ("noisy", "same_family", "other_family"):
+        return load_checkpoint(_make_other(variant, spec, path), dtype=dtype, progress=False)
+    if not path.exists():
+        _write_drafter(variant, spec, path)
+    target = model(family, "target", dtype)
+    method = "mtp" if variant == "mtp" else None
+    return load_drafter(path, target, method=method, progress=False)
+
+
+@functools.cache
+def _scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="paceline-equality-"))
+
+
+def _make(spec: TinySpec | V4Spec) -> Path:
+    return tiny_models.make(spec) if isinstance(spec, TinySpec) else deepseek_v4_models.make(spec)
+
+
+def _make_other(variant: str, spec: TinySpec | V4Spec, path: Path) -> Path:
+    """A whole model that drafts."""
+    if variant == "other_family":
+        other = _OTHERS[spec.family] if isinstance(spec, TinySpec) else "glm4_moe_lite"
+        return tiny_models.make(TinySpec(other, seed=9, vocab_size=VOCAB))
+    if variant == "same_family":
+        if isinstance(spec, V4Spec):
+            return _make(replace(spec, seed=8, ratios=(4, 0)))
+        small = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "num_experts": 4, "top_k": 2}
+        if spec.family == "gpt_oss":
+            small["num_layers"] = 2
+        return _make(replace(spec, seed=8, **small))
+    if not path.exists():
+        plain = _make(spec)
+        if isinstance(spec, TinySpec) and spec.quantization is not None:
+            plain = tiny_models.plain_copy(plain)
+        tiny_models.perturbed_copy(plain, path, noise=0.03, seed=1)
+    return path
+
+
+def _write_drafter(variant: str, spec: TinySpec | V4Spec, path: Path) -> None:
+    """Writes a drafter that is not a whole model."""
+    if isinstance(spec, V4Spec):  # its files have an MTP layer
+        tiny_models.copy_checkpoint(_make(spec), path)
+    elif variant == "mtp":
+        mtp_models.write(spec, path)
+    elif variant in ASSISTANTS:
+        assistant_models.write(ASSISTANTS[variant], _make(spec), path)
+    elif variant in BLOCKS:
+        block_models.write(BLOCKS[variant], _make(spec), path)
+    else:
+        eagle_models.write(HEADS[variant], _make(spec), path)
