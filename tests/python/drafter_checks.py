@@ -6,12 +6,25 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import block_models
+from block_models import BlockSpec
+from drafter_golden import silence_layers
 from paceline import LLM, SamplingParams, _core
 from paceline.loader import load_checkpoint, load_drafter
 from paceline.loader.convert import convert
-from tiny_models import TinySpec, make
+from tiny_models import (
+    TinySpec,
+    copy_checkpoint,
+    edit_tensors,
+    make,
+    read_json,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 3, "kv_cache_bytes": 16 << 20, "show_progress": False}
 PROMPTS = [[5, 17, 90, 3], [44] * 7, list(range(2, 40)), [9]]
@@ -39,3 +52,53 @@ def check_both_ways(target: Path, drafter: Path, out: Path) -> None:
     assert folder.draft is not None
     loaded = load_drafter(drafter, load_checkpoint(target, progress=False), progress=False)
     assert bytes(folder.draft.arena()) == bytes(loaded.model.arena())
+
+
+# ---- a target and a block drafter with one law -------------------------------------------------
+
+
+def context_free_pair(target: Path, spec: BlockSpec, out: Path) -> tuple[Path, Path]:
+    """A target whose logits do not depend on the tokens before, and a drafter of the same kind.
+
+    All embeddings are one vector, and layers add nothing. A drafter without an lm_head of its own
+    and without a Markov head has the target's logits.
+    """
+    target = copy_checkpoint(target, out / "target")
+    path = block_models.write(spec, target, out / "drafter")
+    config = read_json(path / "config.json")
+    layer = config.get("transformer_layer_config", config)
+    layer["rms_norm_eps"] = read_json(target / "config.json")["rms_norm_eps"]
+    write_json(path / "config.json", config)
+
+    def silence(tensors: dict[str, torch.Tensor]) -> None:
+        silence_layers(tensors)
+        for name, tensor in tensors.items():
+            if name.endswith("embed_tokens.weight"):
+                tensor.copy_(tensor[:1].expand_as(tensor))
+            elif name == "lm_head.weight":
+                tensor.mul_(0.3)  # flat laws, so that many tokens occur and laws overlap
+        for name in ("norm.weight", "model.norm.weight"):
+            if name in tensors:
+                tensors[name].fill_(1.0)
+
+    for folder in (target, path):
+        edit_tensors(folder, silence)
+    return target, path
+
+
+def check_always_right(target: Path, drafter: Path, spec: BlockSpec) -> None:
+    """Checks that every draft of a drafter with the law of its target is accepted.
+
+    A draft is right if, and only if, it was drawn with the noise of its own position.
+    """
+    config = {
+        "model": str(drafter),
+        "num_speculative_tokens": spec.max_drafts,
+        "x": {"adaptive": False},
+    }
+    params = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
+    with LLM(target, speculative_config=config, **ENGINE) as llm:
+        for output in llm.generate(PROMPTS, params):
+            assert len(set(output.outputs[0].token_ids)) > 5  # the law is not a single token
+            counters = output.metrics.speculative_decoding
+            assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0

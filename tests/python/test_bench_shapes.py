@@ -148,6 +148,7 @@ def test_the_draft_head_of_gpt_oss() -> None:
         ("qwen3-8b-dspark", 1048.6, 1.245, 0.0778, 0.252),
         ("llama-3-8b-dflash", 1048.6, 1.051, 0.0, 0.252),
         ("gpt-oss-20b-dflash", 784.8, 1.158, 0.0, 0.130),
+        ("gemma4-12b-dspark", 1283.0, 2.013, 0.1342, 0.167),
     ],
 )
 def test_block_drafters(
@@ -166,6 +167,8 @@ def test_block_drafters(
     hidden, heads, dim = described["hidden_size"], attention["num_qo_heads"], attention["head_dim"]
     kv_heads = attention["num_kv_heads"]
     vectors = 2 * hidden + len(layers) * (2 * hidden + 2 * dim)
+    if described["has_post_norms"]:
+        vectors += len(layers) * (2 * hidden + 1)  # and the factor of a layer
     if attention["has_qkv_bias"]:
         vectors += len(layers) * ((heads + 2 * kv_heads) * dim + hidden)
     matrices = sum(sizes.values()) - sizes["lm_head"] - sizes.get("markov", 0)
@@ -176,7 +179,8 @@ def test_block_drafters(
 
     # Without the context's own reads of keys and values, which the block reads again.
     k = described["drafter"]["block"]["size"] - (0 if chain else 1)
-    again = 2 * len(layers) * 2 * kv_heads * dim * hidden
+    parts = 1 if attention.get("k_eq_v") else 2
+    again = 2 * len(layers) * parts * kv_heads * dim * hidden
     assert (sizes["fc"] + again) / 1e9 == pytest.approx(context, abs=5e-4)
     read = floor.iteration_draft_bytes(Drafter(), None, k)  # type: ignore[arg-type]
     assert read == matrices + sizes["lm_head"] + k * sizes.get("markov", 0) + again

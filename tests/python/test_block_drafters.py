@@ -12,8 +12,15 @@ import torch
 
 import block_models
 from block_models import BlockSpec
-from drafter_checks import ENGINE, PROMPTS, check_both_ways, outputs, plain_outputs
-from drafter_golden import silence_layers
+from drafter_checks import (
+    ENGINE,
+    PROMPTS,
+    check_always_right,
+    check_both_ways,
+    context_free_pair,
+    outputs,
+    plain_outputs,
+)
 from errors import raises
 from paceline import LLM, SamplingParams
 from paceline._core import ModelFileError
@@ -69,55 +76,16 @@ def test_output_is_that_of_plain_decoding(layout: str, x: dict[str, Any], tmp_pa
         assert llm._executor.check_integrity() == ""
 
 
-def context_free_pair(spec: BlockSpec, out: Path) -> tuple[Path, Path]:
-    """A target whose logits do not depend on the tokens before, and a drafter of the same kind.
-
-    All embeddings are one vector, and layers add nothing. A drafter without an lm_head of its own
-    and without a Markov head has the target's logits.
-    """
-    target = copy_checkpoint(make(TARGET), out / "target")
-    path = block_models.write(spec, target, out / "drafter")
-    config = read_json(path / "config.json")
-    layer = config.get("transformer_layer_config", config)
-    layer["rms_norm_eps"] = read_json(target / "config.json")["rms_norm_eps"]
-    write_json(path / "config.json", config)
-
-    def silence(tensors: dict[str, torch.Tensor]) -> None:
-        silence_layers(tensors)
-        for name, tensor in tensors.items():
-            if name.endswith("embed_tokens.weight"):
-                tensor.copy_(tensor[:1].expand_as(tensor))
-            elif name == "lm_head.weight":
-                tensor.mul_(0.3)  # flat laws, so that many tokens occur and laws overlap
-        for name in ("norm.weight", "model.norm.weight"):
-            if name in tensors:
-                tensors[name].fill_(1.0)
-
-    for folder in (target, path):
-        edit_tensors(folder, silence)
-    return target, path
-
-
 @pytest.mark.parametrize("layout", SPECS)
 def test_a_drafter_of_the_same_law_is_always_right(layout: str, tmp_path: Path) -> None:
     """A draft is right if, and only if, it was drawn with the noise of its own position."""
     spec = SPECS[layout]
     if layout == "speculators":
         spec = replace(spec, draft_vocab_size=None)
-    target, path = context_free_pair(spec, tmp_path)
+    target, path = context_free_pair(make(TARGET), spec, tmp_path)
     if spec.markov_rank:
         edit_tensors(path, lambda tensors: tensors["markov_head.markov_w2.weight"].zero_())
-    config = {
-        "model": str(path),
-        "num_speculative_tokens": spec.max_drafts,
-        "x": {"adaptive": False},
-    }
-    params = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
-    with LLM(target, speculative_config=config, **ENGINE) as llm:
-        for output in llm.generate(PROMPTS, params):
-            assert len(set(output.outputs[0].token_ids)) > 5  # the law is not a single token
-            counters = output.metrics.speculative_decoding
-            assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+    check_always_right(target, path, spec)
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
@@ -128,7 +96,7 @@ def test_rejection_gives_the_law_of_the_target(layout: str, method: str, tmp_pat
     The drafter's law is another one, and with the Markov head it depends on the token before.
     """
     spec = SPECS[layout]
-    target, path = context_free_pair(spec, tmp_path)
+    target, path = context_free_pair(make(TARGET), spec, tmp_path)
     config = {
         "model": str(path),
         "num_speculative_tokens": spec.max_drafts,

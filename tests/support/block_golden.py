@@ -26,6 +26,18 @@ LEAST_COMPARED = 40  # iterations of all sequences together
 QWEN3 = TinySpec("qwen3", seed=3, num_layers=8)
 LLAMA = TinySpec("llama", seed=3, num_layers=8)
 GEMMA3 = TinySpec("gemma3", seed=3, num_layers=6)
+# Keys as values in full layers; or per-layer embeddings and layers that share their KV.
+GEMMA4 = TinySpec(
+    "gemma4",
+    seed=3,
+    num_layers=8,
+    k_eq_v=True,
+    shared_layers=0,
+    per_layer_size=0,
+    logit_soft_cap=30.0,
+    unified=True,
+)
+GEMMA4_SMALL = TinySpec("gemma4", seed=3, num_layers=8, kv_heads=1)
 GPT_OSS = TinySpec("gpt_oss", seed=3, num_layers=8, quantization="mxfp4")
 
 CASES: dict[str, tuple[TinySpec, BlockSpec]] = {
@@ -36,6 +48,21 @@ CASES: dict[str, tuple[TinySpec, BlockSpec]] = {
     "deepseek without Markov head": (QWEN3, BlockSpec("deepseek")),
     "deepseek": (QWEN3, BlockSpec("deepseek", markov_rank=8)),
     "nested": (LLAMA, BlockSpec("nested", markov_rank=8, aux_layers=(2, 6))),
+    "gemma4": (GEMMA4, BlockSpec("gemma4", markov_rank=8, soft_cap=3.0)),
+    "gemma4 with values, without Markov head": (
+        GEMMA4_SMALL,
+        BlockSpec("gemma4", k_eq_v=False, soft_cap=30.0, attention_bias=True),
+    ),
+    "z-lab on gemma4, a factor": (
+        GEMMA4,
+        BlockSpec("z-lab", window=7, num_layers=3, embed_scale=3.0, soft_cap=3.0),
+    ),
+    "z-lab on gemma3, the target's factor": (GEMMA3, BlockSpec("z-lab", soft_cap=30.0)),
+    "z-lab, all layers slide": (
+        GEMMA4_SMALL,
+        BlockSpec("z-lab", window=7, is_causal=False, has_swa_keys=True),
+    ),
+    "speculators on gemma4": (GEMMA4, BlockSpec("speculators", markov_rank=8, window=7)),
     "speculators dflash, windows": (GEMMA3, BlockSpec("speculators", window=7, num_layers=3)),
     "speculators dspark, fewer ids": (
         QWEN3,

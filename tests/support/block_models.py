@@ -20,8 +20,9 @@ from tiny_models import load_tensors, read_json, save_tensors, write_json
 if TYPE_CHECKING:
     import torch
 
-# z-lab's DFlash, deepseek-ai's flat configuration, the same nested, and that of speculators.
-LAYOUTS = ("z-lab", "deepseek", "nested", "speculators")
+# z-lab's DFlash, deepseek-ai's flat configuration, the same nested, the flat one with layers of
+# Gemma 4, and that of speculators.
+LAYOUTS = ("z-lab", "deepseek", "nested", "gemma4", "speculators")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,11 @@ class BlockSpec:
         intermediate_size: Width of the MLP.
         heads: Query heads.
         kv_heads: Key and value heads.
-        head_dim: Elements of a head.
+        head_dim: Elements of a head; twice as many in the layout "gemma4".
+        k_eq_v: In the layout "gemma4": values are keys, and there is one head of them.
+        embed_scale: What the file says of the factor on embeddings; None: it says nothing.
+        soft_cap: What the file says of the cap on logits; None: it says nothing.
+        has_swa_keys: z-lab's own keys, which make all layers slide, say what the window is.
     """
 
     layout: str = "z-lab"
@@ -59,6 +64,10 @@ class BlockSpec:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    k_eq_v: bool = True
+    embed_scale: float | None = None
+    soft_cap: float | None = None
+    has_swa_keys: bool = False
 
     @property
     def method(self) -> str:
@@ -80,7 +89,18 @@ class BlockSpec:
     @property
     def owns_tables(self) -> bool:
         """Whether the files have embeddings and an lm_head over all ids."""
-        return self.layout in ("deepseek", "nested")
+        return self.layout in ("deepseek", "nested", "gemma4")
+
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        """Key and value heads, and elements of a head, of every layer."""
+        if self.layout != "gemma4":
+            return self.kv_heads, self.head_dim
+        return 1 if self.k_eq_v else self.kv_heads, 2 * self.head_dim
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer slides."""
+        return self.window > 0 and (self.has_swa_keys or layer % 2 == 0)
 
 
 def write(spec: BlockSpec, target_dir: Path, out: Path) -> Path:
@@ -95,7 +115,7 @@ def write(spec: BlockSpec, target_dir: Path, out: Path) -> Path:
         theirs = load_tensors(target_dir)
         embedding = theirs["model.embed_tokens.weight"].float()
         tensors["embed_tokens.weight"] = embedding
-        tensors["lm_head.weight"] = theirs.get("lm_head.weight", embedding).float()
+        tensors["lm_head.weight"] = theirs.get("lm_head.weight", embedding).float().clone()
     save_tensors(out, tensors)
     return out
 
@@ -119,7 +139,9 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": spec.attention_bias,
         "tie_word_embeddings": False,
     }
-    if spec.window:
+    if spec.layout == "gemma4":
+        layer |= _gemma4_keys(spec)
+    elif spec.window and not spec.has_swa_keys:
         kinds = ("sliding_attention", "full_attention")
         layer["layer_types"] = [kinds[i % 2] for i in range(spec.num_layers)]
         layer["sliding_window"] = spec.window
@@ -130,19 +152,26 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
         head |= {"markov_rank": spec.markov_rank, "markov_head_type": "vanilla"}
     if spec.layout == "z-lab":
         nested = head | {"target_layer_ids": by_output}
-        if spec.is_causal is not None:
-            nested["causal"] = spec.is_causal
+        stated = {
+            "causal": spec.is_causal,
+            "input_embedding_scale": spec.embed_scale,
+            "final_logit_softcapping": spec.soft_cap,
+        }
+        nested |= {key: value for key, value in stated.items() if value is not None}
+        if spec.has_swa_keys:
+            nested |= {"use_swa": True, "swa_window_size": spec.window}
         return layer | {
             "architectures": ["DFlashDraftModel"],
             "block_size": spec.block_size,
             "dflash_config": nested,
         }
-    if spec.layout == "deepseek":
+    if spec.layout in ("deepseek", "gemma4"):
+        name = "Qwen3DSparkModel" if spec.layout == "deepseek" else "Gemma4DSparkModel"
         return (
             layer
             | head
             | {
-                "architectures": ["Qwen3DSparkModel"],
+                "architectures": [name],
                 "block_size": spec.block_size,
                 "target_layer_ids": by_output,
                 "num_anchors": 512,
@@ -187,10 +216,39 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _gemma4_keys(spec: BlockSpec) -> dict[str, Any]:
+    """What differs in a configuration with layers of Gemma 4; no other key says the same."""
+    kv_heads, head_dim = spec.attention_heads
+    return {
+        "model_type": "gemma4_unified_text" if spec.k_eq_v else "gemma4_text",
+        "global_head_dim": head_dim,
+        "num_global_key_value_heads": kv_heads if spec.k_eq_v else None,
+        "attention_k_eq_v": spec.k_eq_v,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+        "layer_types": ["full_attention"] * spec.num_layers,
+        "sliding_window": 16,
+        "final_logit_softcapping": spec.soft_cap,
+        "rope_theta": None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 20_000.0,
+                "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }
+
+
 def shapes(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor but copies of the target's tables, `d2t` and `t2d`."""
     hidden, vocab = target["hidden_size"], target["vocab_size"]
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    kv_heads, head_dim = spec.attention_heads
+    queries, keys = spec.heads * head_dim, kv_heads * head_dim
+    has_own_values = spec.layout != "gemma4" or not spec.k_eq_v
     found: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(spec.aux_layers) * hidden),
         "hidden_norm.weight": (hidden,),
@@ -200,17 +258,23 @@ def shapes(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, tuple[int, .
         name = f"layers.{i}."
         found[f"{name}input_layernorm.weight"] = (hidden,)
         found[f"{name}post_attention_layernorm.weight"] = (hidden,)
+        if spec.layout == "gemma4":
+            found[f"{name}pre_feedforward_layernorm.weight"] = (hidden,)
+            found[f"{name}post_feedforward_layernorm.weight"] = (hidden,)
+            found[f"{name}layer_scalar"] = (1,)
         for projection, shape in {
             "q_proj": (queries, hidden),
             "k_proj": (keys, hidden),
             "v_proj": (keys, hidden),
             "o_proj": (hidden, queries),
         }.items():
+            if projection == "v_proj" and not has_own_values:
+                continue
             found[f"{name}self_attn.{projection}.weight"] = shape
             if spec.attention_bias:
                 found[f"{name}self_attn.{projection}.bias"] = shape[:1]
-        found[f"{name}self_attn.q_norm.weight"] = (spec.head_dim,)
-        found[f"{name}self_attn.k_norm.weight"] = (spec.head_dim,)
+        found[f"{name}self_attn.q_norm.weight"] = (head_dim,)
+        found[f"{name}self_attn.k_norm.weight"] = (head_dim,)
         found[f"{name}mlp.gate_proj.weight"] = (spec.intermediate_size, hidden)
         found[f"{name}mlp.up_proj.weight"] = (spec.intermediate_size, hidden)
         found[f"{name}mlp.down_proj.weight"] = (hidden, spec.intermediate_size)

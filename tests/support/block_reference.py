@@ -40,7 +40,9 @@ class BlockReference:
         config = read_json(directory / "config.json")
         layer = config.get("transformer_layer_config", config)
         self.eps = layer["rms_norm_eps"]
-        self.theta = layer["rope_theta"]
+        rope = layer.get("rope_parameters", {"full_attention": layer})["full_attention"]
+        self.theta = rope["rope_theta"]
+        self.rotated = rope.get("partial_rotary_factor", 1.0)
         self.mask_token = config.get("dflash_config", config)["mask_token_id"]
         self.room: Callable[[Sequence[int]], int] = lambda tokens: 1 << 30
 
@@ -49,7 +51,7 @@ class BlockReference:
     def sees(self, layer: int, row: int, key: int, first: int) -> bool:
         """Whether the row at a position sees the key at one, in a block that begins at `first`."""
         spec = self.spec
-        is_sliding = spec.window > 0 and layer % 2 == 0
+        is_sliding = spec.slides(layer)
         if spec.layout == "speculators":
             if key < first:
                 return not is_sliding or key >= first - spec.window
@@ -75,16 +77,36 @@ class BlockReference:
         skipped = 0 if spec.samples_from_anchor else 1
         ids = torch.tensor([newest] + [self.mask_token] * (num_drafts - 1 + skipped))
         x = w.get("embed_tokens.weight", self.target.embedding.to(context.dtype))[ids]
+        x = x * self.embed_scale()
         for i in range(spec.num_layers):
             name = f"layers.{i}."
             normed = self.rms(x, w[f"{name}input_layernorm.weight"])
-            x = x + self.attention(i, normed, context, first)
-            normed = self.rms(x, w[f"{name}post_attention_layernorm.weight"])
-            gate = torch.nn.functional.silu(normed @ w[f"{name}mlp.gate_proj.weight"].T)
-            up = normed @ w[f"{name}mlp.up_proj.weight"].T
-            x = x + (gate * up) @ w[f"{name}mlp.down_proj.weight"].T
+            attended = self.attention(i, normed, context, first)
+            if spec.layout == "gemma4":
+                x = x + self.rms(attended, w[f"{name}post_attention_layernorm.weight"])
+                normed = self.rms(x, w[f"{name}pre_feedforward_layernorm.weight"])
+                x = x + self.rms(
+                    self.mlp(name, normed), w[f"{name}post_feedforward_layernorm.weight"]
+                )
+                x = x * w[f"{name}layer_scalar"]
+            else:
+                x = x + attended
+                normed = self.rms(x, w[f"{name}post_attention_layernorm.weight"])
+                x = x + self.mlp(name, normed)
         h = self.rms(x[skipped:], w["norm.weight"])
-        return h @ w.get("lm_head.weight", self.target.lm_head.to(h.dtype)).T
+        logits = h @ w.get("lm_head.weight", self.target.lm_head.to(h.dtype)).T
+        return logits if spec.soft_cap is None else spec.soft_cap * (logits / spec.soft_cap).tanh()
+
+    def embed_scale(self) -> float:
+        """The factor on the embeddings of a block's rows."""
+        spec = self.spec
+        width = self.target.embedding.shape[1] ** 0.5
+        if spec.layout == "gemma4":
+            return width
+        if spec.embed_scale is not None:
+            return spec.embed_scale
+        is_gemma = self.target.model.config.model_type.startswith("gemma")
+        return width if spec.layout == "z-lab" and is_gemma else 1.0
 
     def bias(self, previous: Tensor) -> Tensor | float:
         """What the Markov head adds after tokens."""
@@ -125,22 +147,37 @@ class BlockReference:
         """RMSNorm."""
         return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
+    def mlp(self, name: str, x: Tensor) -> Tensor:
+        """The MLP of a layer."""
+        w = self.weights
+        gate = x @ w[f"{name}mlp.gate_proj.weight"].T
+        if self.spec.layout == "gemma4":
+            gate = torch.nn.functional.gelu(gate, approximate="tanh")
+        else:
+            gate = torch.nn.functional.silu(gate)
+        return (gate * (x @ w[f"{name}mlp.up_proj.weight"].T)) @ w[f"{name}mlp.down_proj.weight"].T
+
     def attention(self, layer: int, x: Tensor, context: Tensor, first: int) -> Tensor:
         """The attention of a block's rows, one head at a time."""
         spec = self.spec
         name = f"layers.{layer}.self_attn."
         w = self.weights
+        is_gemma4 = spec.layout == "gemma4"
+        kv_heads, head_dim = spec.attention_heads
 
         def project(source: Tensor, projection: str, heads: int) -> Tensor:
             y = source @ w[f"{name}{projection}.weight"].T
             bias = w.get(f"{name}{projection}.bias")
-            return (y if bias is None else y + bias).view(len(source), heads, spec.head_dim)
+            return (y if bias is None else y + bias).view(len(source), heads, head_dim)
 
         sources = torch.cat([context, x])
         positions = torch.arange(len(sources))
         q = self.rms(project(x, "q_proj", spec.heads), w[f"{name}q_norm.weight"])
-        k = self.rms(project(sources, "k_proj", spec.kv_heads), w[f"{name}k_norm.weight"])
-        v = project(sources, "v_proj", spec.kv_heads)
+        keys = project(sources, "k_proj", kv_heads)
+        k = self.rms(keys, w[f"{name}k_norm.weight"])
+        v = keys if is_gemma4 and spec.k_eq_v else project(sources, "v_proj", kv_heads)
+        if is_gemma4:
+            v = self.rms(v, torch.ones(head_dim, dtype=v.dtype))
         q, k = self.rope(q, positions[first:]), self.rope(k, positions)
         hidden = torch.tensor(
             [
@@ -150,8 +187,8 @@ class BlockReference:
         )
         outputs = []
         for head in range(spec.heads):
-            shared = head // (spec.heads // spec.kv_heads)
-            scores = q[:, head] @ k[:, shared].T / spec.head_dim**0.5
+            shared = head // (spec.heads // kv_heads)
+            scores = q[:, head] @ k[:, shared].T * (1.0 if is_gemma4 else head_dim**-0.5)
             outputs.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, shared])
         y = torch.cat(outputs, dim=-1) @ w[f"{name}o_proj.weight"].T
         bias = w.get(f"{name}o_proj.bias")
@@ -159,8 +196,9 @@ class BlockReference:
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates the halves of each head by its position."""
-        half = self.spec.head_dim // 2
+        half = x.shape[-1] // 2
         frequencies = self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        frequencies[int(self.rotated * half) :] = 0
         angles = positions.double().unsqueeze(1) * frequencies
         cos, sin = angles.cos().unsqueeze(1).to(x.dtype), angles.sin().unsqueeze(1).to(x.dtype)
         a, b = x[..., :half], x[..., half:]

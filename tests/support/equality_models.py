@@ -53,6 +53,9 @@ BLOCKS = {
         "speculators", seed=3, block_size=16, window=9, aux_layers=AUX_LAYERS, markov_rank=8,
         draft_vocab_size=96,
     ),
+    "dspark_gemma4": BlockSpec(
+        "gemma4", seed=3, block_size=16, aux_layers=AUX_LAYERS, markov_rank=8, soft_cap=30.0
+    ),
 }  # fmt: skip
 HEADS = {
     name: EagleSpec(name, seed=3, aux_layers=AUX_LAYERS, num_aux=len(AUX_LAYERS))

@@ -331,7 +331,7 @@ def _block_products(draft: BenchModel, num_known: int, k: int) -> list[list[Oper
             block.append(Operation(matrix.name, matrix.num_bytes, rows * flops))
         if matrix.name.endswith(".attn.qkv"):
             attention = draft.config["layers"][int(matrix.name.split(".")[1])]["attention"]
-            keys = 2 * attention["num_kv_heads"]
+            keys = (1 if attention.get("k_eq_v") else 2) * attention["num_kv_heads"]
             part = keys / (attention["num_qo_heads"] + keys)
             name = matrix.name.replace("qkv", "kv")
             context.append(Operation(name, part * matrix.num_bytes, part * num_known * flops))

@@ -133,7 +133,7 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
     hint = ""
     if not weights.owners:
         hint = "; there are no tensors"
-    elif "fc.weight" in weights.owners:
+    elif "fc.weight" in weights.owners and "drafter" not in family.config:
         hint = f"; with 'fc.weight' it is an EAGLE draft head and no target{CURE}"
     elif missing == [family.lm_head_names[0]] and family.tied_table is None:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'

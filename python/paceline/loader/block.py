@@ -2,40 +2,33 @@
 """Block drafters, DFlash and DSpark, as canonical descriptions and tensor names.
 
 Four layouts are read: DFlash as z-lab writes it, DSpark and DFlash as deepseek-ai writes them (a
-flat configuration of the class `Qwen3DSparkModel`), the same with the keys of a block nested in
-"dflash_config", and both in the format of the `speculators` package. The result is a decoder
-description with the key "drafter" of `docs/model-format.md`.
+flat configuration of the classes `Qwen3DSparkModel` and `Gemma4DSparkModel`), the first of these
+with the keys of a block nested in "dflash_config", and both in the format of the `speculators`
+package. The result is a decoder description with the key "drafter" of `docs/model-format.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline._core import ModelFileError
 
 from .block_facts import BlockFacts
 from .block_kinds import block_section
+from .block_layers import describe_block, read_block_layers
 from .block_settings import aux_layers, read_block
 from .block_tensors import block_tensors
-from .decoder import Layer, Sizes, describe, read_activation, read_sizes, same_layers
+from .decoder import Sizes
 from .description import check_description
 from .drafters import Target, check_same_vocabulary, made_for_another, take_positions
 from .family import Family
-from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
-from .rope import read_rope
+from .messages import show
 from .section import Section
 
 #: Keys that change what the drafter computes, and that Paceline does not implement.
-_REFUSED_KEYS: Final = (
-    "attention_sink_bias",
-    "attention_value_scale",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "input_embedding_scale",
-)
+_REFUSED_KEYS: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+#: The same, and the value with which they change nothing.
+_NEUTRAL_VALUES: Final = {"attention_sink_bias": False, "attention_value_scale": 1.0}
 _MAP_NAMES: Final = ("d2t", "t2d")
 #: Tensors of the confidence head, which ends a draft early and is not used yet.
 _CONFIDENCE: Final = "confidence_head."
@@ -63,17 +56,11 @@ def translate_block(
     layer = top.section("transformer_layer_config") or top
     block = block_section(top)
     for section in {id(s): s for s in (top, layer, block)}.values():
-        for key in _REFUSED_KEYS:
-            if section.has(key):
-                raise section.refusal(key, "no such key")
-        if section.has("quantization_config"):
-            raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
-    if layer.text("model_type", "qwen3") != "qwen3":
-        raise layer.refusal("model_type", "qwen3")
-    sizes = read_sizes(layer, vocab=target.vocab_size, head_dim=128, max_position=32_768, eps=1e-6)
+        _check_supported(section)
+    its = read_block_layers(top, layer, block, target)
+    sizes = its.sizes
     _check_target(top, layer, sizes, facts, target)
     notes: list[str] = []
-    layers = _read_layers(layer, sizes)
     drafter: dict[str, Any] = {
         "kind": kind,
         "target_hidden_size": target.hidden_size,
@@ -90,7 +77,10 @@ def translate_block(
         "draft_vocab_size": facts.draft_vocab_size or target.vocab_size,
         "block": read_block(kind, top, block, facts, target),
     }
-    config = _description(kind, layer, block, sizes, layers, facts, drafter)
+    is_anchored = drafter["block"]["sliding"]["is_anchored"]
+    config = describe_block(
+        kind, top, layer, block, its, facts, target, notes, is_anchored=is_anchored
+    )
     config["drafter"] = drafter
     take_positions(config, sizes, target, notes)
     check_description(config, (layer, top))
@@ -102,11 +92,23 @@ def translate_block(
         kind,
         (top.strings("architectures") or [kind])[0],
         config,
-        block_tensors(sizes, layers, facts, drafter),
+        block_tensors(its, facts, drafter),
         prefixes=(facts.prefix,),
         ignored_prefixes=(*ignored, *facts.copies),
+        rounds_embed_scale=True,
     )
     return family, notes
+
+
+def _check_supported(section: Section) -> None:
+    for key in _REFUSED_KEYS:
+        if section.has(key):
+            raise section.refusal(key, "no such key")
+    for key, neutral in _NEUTRAL_VALUES.items():
+        if section.has(key) and section.values[key] != neutral:
+            raise section.refusal(key, f"{show(neutral)}, or no such key")
+    if section.has("quantization_config"):
+        raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
 
 
 def _check_target(
@@ -133,45 +135,3 @@ def _check_target(
             f"{top.source}: 'd2t' is not in the weights, but 'lm_head.weight' has {rows} rows and "
             f"the target {sizes.vocab} token ids; expected 'd2t', or a row for each id"
         )
-
-
-def _read_layers(layer: Section, sizes: Sizes) -> tuple[Layer, ...]:
-    layer_types = (FULL,) * sizes.layers
-    if layer.has("layer_types"):
-        layer_types = read_layer_types(layer, sizes.layers, 1)
-    return same_layers(sizes, layer_types)
-
-
-def _description(
-    kind: str,
-    layer: Section,
-    block: Section,
-    sizes: Sizes,
-    layers: tuple[Layer, ...],
-    facts: BlockFacts,
-    drafter: Mapping[str, Any],
-) -> dict[str, Any]:
-    has_sliding = any(entry.layer_type == SLIDING for entry in layers)
-    window = layer.integer("sliding_window") if has_sliding else 0
-    if window and drafter["block"]["sliding"]["is_anchored"]:
-        window += 1  # all rows see the window before the first row, which itself is one more
-    cap = 0.0
-    if block.has("final_logit_softcapping"):
-        cap = block.number("final_logit_softcapping")
-    config = describe(
-        kind,
-        sizes,
-        layers,
-        window=window,
-        ropes=dict.fromkeys(LAYER_TYPES, read_rope(layer, 10_000.0)),
-        attention_scale=sizes.head_dim**-0.5,
-        activation=read_activation(layer, ("hidden_act",), "silu"),
-        ties_lm_head=False,
-        has_qk_norm=True,
-        mlp_bias=False,
-        logit_soft_cap=cap,
-    )
-    for entry in config["layers"]:
-        entry["attention"]["has_qkv_bias"] = facts.has_qkv_bias
-        entry["attention"]["has_o_bias"] = facts.has_o_bias
-    return config

@@ -12,8 +12,11 @@ from .drafters import DFLASH, DSPARK
 from .section import Section
 
 #: Drafters of other papers, by a part of their architecture's name.
-_OTHERS: Final = ("dflash2", "domino", "peagle", "xpress", "lilicorr", "gemma4dspark")
+_OTHERS: Final = ("dflash2", "domino", "peagle", "xpress", "lilicorr")
+_GEMMA4: Final = "gemma4dspark"
 SPECULATORS: Final = "speculators_model_type"
+#: The object that has the keys of the block, where they are not at the top.
+NESTED: Final = "dflash_config"
 
 
 def block_kind_of_config(top: Section) -> str | None:
@@ -22,30 +25,47 @@ def block_kind_of_config(top: Section) -> str | None:
     Raises:
         NotImplementedError: It is a block drafter that is not supported; names what is.
     """
-    names = list(top.strings("architectures") or [])
-    if top.has(SPECULATORS):
-        names.insert(0, top.text(SPECULATORS))
-    for name in names:
-        plain = re.sub("[^a-z0-9]", "", name.lower())
+    for plain in _plain_names(top):
         if any(other in plain for other in _OTHERS):
             key = SPECULATORS if top.has(SPECULATORS) else "architectures"
-            raise top.refusal(key, "DFlash or DSpark with layers of Qwen3, and EAGLE-3")
+            raise top.refusal(key, "DFlash or DSpark with layers of Qwen3 or Gemma 4, and EAGLE-3")
         if "dspark" in plain or "dflash" in plain:
             return DSPARK if markov_rank(top) > 0 else DFLASH
     return None
 
 
+def has_gemma4_layers(top: Section) -> bool:
+    """Whether the drafter is of deepseek-ai's class for Gemma 4."""
+    return any(_GEMMA4 in plain for plain in _plain_names(top))
+
+
+def is_named_dspark(top: Section) -> bool:
+    """Whether the drafter's class is one of DSpark, with or without a Markov head."""
+    return any(DSPARK in plain for plain in _plain_names(top))
+
+
+def _plain_names(top: Section) -> list[str]:
+    """What names the drafter's class, in lower case, letters and digits only."""
+    names = list(top.strings("architectures") or [])
+    if top.has(SPECULATORS):
+        names.insert(0, top.text(SPECULATORS))
+    return [re.sub("[^a-z0-9]", "", name.lower()) for name in names]
+
+
+def find_key(key: str, *sections: Section) -> Section | None:
+    """The first of some sections that has a key; None: none has it."""
+    return next((section for section in sections if section.has(key)), None)
+
+
 def block_section(top: Section) -> Section:
     """The part of the configuration that has the keys of the block."""
-    return top.section("dflash_config") or top
+    return top.section(NESTED) or top
 
 
 def markov_rank(top: Section) -> int:
     """Columns of the Markov head's table; 0: there is no such head."""
-    for where in (block_section(top), top):
-        if where.has("markov_rank"):
-            return where.integer("markov_rank", low=0)
-    return 0
+    section = find_key("markov_rank", block_section(top), top)
+    return 0 if section is None else section.integer("markov_rank", low=0)
 
 
 def default_num_drafts(top: Section) -> int:
@@ -54,16 +74,27 @@ def default_num_drafts(top: Section) -> int:
     Raises:
         ModelFileError: A key is missing or has a wrong value.
     """
-    block = block_section(top)
-    size = (block if block.has("block_size") else top).integer("block_size", low=1, high=64)
+    size = read_size(top, block_section(top))
     return min(size if samples_from_anchor(top) else max(size - 1, 1), MAX_SPECULATIVE_TOKENS)
+
+
+def read_size(top: Section, block: Section) -> int:
+    """Rows of the longest block.
+
+    Raises:
+        ModelFileError: The key is missing or has a wrong value.
+    """
+    return (find_key("block_size", block) or top).integer("block_size", low=1, high=64)
+
+
+def read_causality(top: Section, block: Section) -> bool | None:
+    """What a file that is not one of `speculators` says of all layers; None: it says nothing."""
+    for section, key in ((top, "is_causal"), (block, "causal")):
+        if section.has(key):
+            return section.boolean(key)
+    return None
 
 
 def samples_from_anchor(top: Section) -> bool:
     """Whether the row of the newest token predicts one."""
-    if top.has("sample_from_anchor"):
-        return top.boolean("sample_from_anchor")
-    names = top.strings("architectures") or []
-    if top.has(SPECULATORS):
-        names = [*names, top.text(SPECULATORS)]
-    return any(DSPARK in name.lower() for name in names)
+    return top.boolean("sample_from_anchor", is_named_dspark(top))

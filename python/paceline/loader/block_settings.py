@@ -9,7 +9,14 @@ from typing import Any
 from paceline._core import ModelFileError
 
 from .block_facts import MARKOV_TABLE, BlockFacts
-from .block_kinds import SPECULATORS, markov_rank, samples_from_anchor
+from .block_kinds import (
+    SPECULATORS,
+    find_key,
+    markov_rank,
+    read_causality,
+    read_size,
+    samples_from_anchor,
+)
 from .decoder import Sizes
 from .drafters import DSPARK, Target, made_for_another
 from .messages import show
@@ -26,17 +33,15 @@ def read_block(
         NotImplementedError: A value is not supported.
     """
     is_speculators = top.has(SPECULATORS)
-    sized = block if block.has("block_size") else top
     full_is_causal = False
     if is_speculators:
         sliding_is_causal = not top.boolean("sliding_window_non_causal", False)
     else:
-        sliding_is_causal = True
-        for section, key in ((block, "causal"), (top, "is_causal")):
-            if section.has(key):
-                sliding_is_causal = full_is_causal = section.boolean(key)
+        stated = read_causality(top, block)
+        sliding_is_causal = stated is None or stated
+        full_is_causal = stated is True
     read: dict[str, Any] = {
-        "size": sized.integer("block_size", low=1, high=64),
+        "size": read_size(top, block),
         "mask_token": _mask_token(top, block, target),
         "samples_from_anchor": samples_from_anchor(top),
         "full": {"is_causal": full_is_causal},
@@ -50,7 +55,7 @@ def read_block(
             + "; expected the same number"
         )
     if kind == DSPARK:
-        section = block if block.has("markov_head_type") else top
+        section = find_key("markov_head_type", block) or top
         if section.text("markov_head_type", "vanilla") != "vanilla":
             raise section.refusal("markov_head_type", "vanilla")
         read["markov"] = {"kind": "vanilla", "rank": rank}
@@ -58,7 +63,7 @@ def read_block(
 
 
 def _mask_token(top: Section, block: Section, target: Target) -> int:
-    section = block if block.has("mask_token_id") else top
+    section = find_key("mask_token_id", block) or top
     return section.integer("mask_token_id", low=0, high=target.vocab_size - 1)
 
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from .block_facts import MARKOV_TABLE, MARKOV_WEIGHT, BlockFacts
-from .decoder import Layer, Sizes
-from .decoder_tensors import PRE_NORMS, layer_tensors, tensor_spec
+from .block_layers import BlockLayers
+from .decoder_tensors import PRE_NORMS, SANDWICH_NORMS, layer_tensors, tensor_spec
 from .family import TensorSpec
 
 
 def block_tensors(
-    sizes: Sizes, layers: tuple[Layer, ...], facts: BlockFacts, drafter: Mapping[str, Any]
+    its: BlockLayers, facts: BlockFacts, drafter: Mapping[str, Any]
 ) -> tuple[TensorSpec, ...]:
     """Lists every tensor but `d2t`, in the order in which the model is filled."""
+    sizes = its.sizes
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
     num_aux = len(drafter["aux_layers"])
@@ -26,17 +27,19 @@ def block_tensors(
         specs.append(tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden))
     specs.append(tensor_spec("fc.weight", "fc.weight", hidden, columns))
     specs.append(tensor_spec("hidden_norm.weight", "hidden_norm.weight", hidden))
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(its.layers):
         specs += layer_tensors(
             f"layers.{i}.",
             f"layers.{i}.",
             sizes,
             layer,
-            norms=PRE_NORMS,
+            norms=SANDWICH_NORMS if its.is_gemma4 else PRE_NORMS,
             has_qk_norm=True,
             has_qkv_bias=facts.has_qkv_bias,
             has_o_bias=facts.has_o_bias,
         )
+        if its.is_gemma4:
+            specs.append(tensor_spec(f"layers.{i}.scale", f"layers.{i}.layer_scalar", (1, "1")))
     specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
     if facts.draft_vocab_size is not None:
         specs.append(tensor_spec("lm_head.weight", "lm_head.weight", rows, hidden))

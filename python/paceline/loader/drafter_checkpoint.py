@@ -226,7 +226,7 @@ def drafter_config(
         family, _ = translate_block(kind, top, guess_block_facts(top, target), target)
     else:
         family, _ = translate_eagle(kind, top, guess_facts(kind, top, target), target)
-    return dict(family.config)
+    return family.config_for(target.weight_dtype)
 
 
 def _dtype_notes(tensors: tuple[BoundTensor, ...], weight_dtype: str) -> list[str]:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a block drafter: like those of Qwen3, or of the full layers of Gemma 4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Final
+
+from .block_facts import BlockFacts
+from .block_kinds import (
+    NESTED,
+    SPECULATORS,
+    find_key,
+    has_gemma4_layers,
+    is_named_dspark,
+    read_causality,
+)
+from .decoder import (
+    Layer,
+    Sizes,
+    describe,
+    read_activation,
+    read_sizes,
+    round_to_float32,
+    same_layers,
+)
+from .drafters import Target
+from .gemma4 import check_dense, describe_gemma4, read_gemma4_sizes, read_kv_shapes
+from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
+from .rope import read_rope
+from .section import Section
+
+_SCALE_KEY: Final = "input_embedding_scale"
+
+
+@dataclass(frozen=True)
+class BlockLayers:
+    """The layers, and the sizes that they share.
+
+    Attributes:
+        sizes: The sizes.
+        layers: What may differ from layer to layer.
+        window: Positions that a sliding layer sees, as the file counts them; 0: none slides.
+        is_gemma4: They are like the full layers of Gemma 4, otherwise like those of Qwen3.
+    """
+
+    sizes: Sizes
+    layers: tuple[Layer, ...]
+    window: int
+    is_gemma4: bool
+
+
+def read_block_layers(top: Section, layer: Section, block: Section, target: Target) -> BlockLayers:
+    """Reads the layers.
+
+    Args:
+        top: The drafter's configuration.
+        layer: The part of it that describes layers.
+        block: The part of it that describes the block.
+        target: The target that it must fit.
+
+    Raises:
+        ModelFileError: A key has a wrong value.
+        NotImplementedError: A value is not supported.
+    """
+    if has_gemma4_layers(top):
+        return _read_gemma4(layer)
+    if layer.text("model_type", "qwen3") != "qwen3":
+        raise layer.refusal("model_type", "qwen3")
+    sizes = read_sizes(layer, vocab=target.vocab_size, head_dim=128, max_position=32_768, eps=1e-6)
+    layer_types = _layer_types(top, layer, block, sizes.layers)
+    window = 0
+    if SLIDING in layer_types:
+        stated = find_key("swa_window_size", block, top)
+        window = layer.integer("sliding_window") if layer.has("sliding_window") else 0
+        if stated is not None:
+            size = stated.integer("swa_window_size")
+            if window not in (0, size):
+                raise stated.error(
+                    "swa_window_size",
+                    f'{window}, as "{layer.name("sliding_window")}" says, or one of the two keys',
+                )
+            window = size
+        window = window or layer.integer("sliding_window")
+    return BlockLayers(sizes, same_layers(sizes, layer_types), window, is_gemma4=False)
+
+
+def _layer_types(top: Section, layer: Section, block: Section, num_layers: int) -> tuple[str, ...]:
+    layer_types = (FULL,) * num_layers
+    if layer.has("layer_types"):
+        layer_types = read_layer_types(layer, num_layers, 1)
+    switch = find_key("use_swa", block, top)
+    if switch is None:
+        return layer_types
+    slides = switch.boolean("use_swa")
+    if slides == (SLIDING in layer_types):
+        return layer_types
+    if not slides:
+        raise switch.error("use_swa", f'true, as "{layer.name("layer_types")}" says, or no key')
+    if read_causality(top, block) is None:
+        raise switch.refusal(
+            "use_swa", f'true only with "{block.name("causal")}", or with "layer_types" that slide'
+        )
+    return (SLIDING,) * num_layers
+
+
+def _read_gemma4(layer: Section) -> BlockLayers:
+    is_unified = layer.text("model_type", "gemma4_text") == "gemma4_unified_text"
+    if not is_unified and layer.text("model_type", "gemma4_text") != "gemma4_text":
+        raise layer.refusal("model_type", "gemma4_text, gemma4_unified_text")
+    check_dense(layer)
+    if layer.integer("hidden_size_per_layer_input", 0, low=0) != 0:
+        raise layer.refusal("hidden_size_per_layer_input", "0")
+    sizes = read_gemma4_sizes(layer, is_unified=is_unified)
+    layer_types = (FULL,) * sizes.layers
+    if layer.has("layer_types") and read_layer_types(layer, sizes.layers, 1) != layer_types:
+        raise layer.refusal("layer_types", f"{FULL} for every layer")
+    k_eq_v = layer.boolean("attention_k_eq_v", False)
+    layers = tuple(
+        Layer(FULL, kv_heads, head_dim, sizes.intermediate, k_eq_v=k_eq_v)
+        for kv_heads, head_dim in read_kv_shapes(layer, sizes, layer_types)
+    )
+    return BlockLayers(sizes, layers, window=0, is_gemma4=True)
+
+
+def describe_block(
+    kind: str,
+    top: Section,
+    layer: Section,
+    block: Section,
+    its: BlockLayers,
+    facts: BlockFacts,
+    target: Target,
+    notes: list[str],
+    *,
+    is_anchored: bool,
+) -> dict[str, Any]:
+    """Writes the canonical description, without the key "drafter".
+
+    Args:
+        kind: "dflash" or "dspark".
+        top: The drafter's configuration.
+        layer: The part of it that describes layers.
+        block: The part of it that describes the block.
+        its: The layers.
+        facts: The parts that the drafter has.
+        target: The target that it must fit.
+        notes: Gets notes for the user.
+        is_anchored: All rows of a block see the window of the first one.
+
+    Raises:
+        ModelFileError: A key has a wrong value.
+        NotImplementedError: A value is not supported.
+    """
+    embed_scale = _embed_scale(top, block, its, target, notes)
+    if its.is_gemma4:
+        config = describe_gemma4(
+            kind,
+            layer,
+            its.sizes,
+            its.layers,
+            is_unified=False,
+            ties_lm_head=False,
+            embed_scale=embed_scale,
+        )
+    else:
+        cap = find_key("final_logit_softcapping", block, top)
+        config = describe(
+            kind,
+            its.sizes,
+            its.layers,
+            # All rows see the window before the first row, which itself is one more.
+            window=its.window + 1 if its.window and is_anchored else its.window,
+            ropes=dict.fromkeys(LAYER_TYPES, read_rope(layer, 10_000.0)),
+            attention_scale=its.sizes.head_dim**-0.5,
+            activation=read_activation(layer, ("hidden_act",), "silu"),
+            ties_lm_head=False,
+            has_qk_norm=True,
+            embed_scale=embed_scale,
+            logit_soft_cap=0.0 if cap is None else cap.number("final_logit_softcapping"),
+        )
+    for entry in config["layers"]:
+        entry["attention"]["has_qkv_bias"] = facts.has_qkv_bias
+        entry["attention"]["has_o_bias"] = facts.has_o_bias
+    return config
+
+
+def _embed_scale(
+    top: Section, block: Section, its: BlockLayers, target: Target, notes: list[str]
+) -> float:
+    """The factor on the embeddings of a block's rows, which is a matter of the layout.
+
+    In the files of `speculators` and of deepseek-ai's class for Qwen3, drafters were trained on
+    rows of the table as they are. Gemma 4's own layers were trained with its factor, and those of
+    z-lab with the embeddings of their target.
+    """
+    stated = find_key(_SCALE_KEY, block, top)
+    if its.is_gemma4 or top.has(SPECULATORS):
+        if stated is not None:
+            raise stated.refusal(_SCALE_KEY, "no such key in this layout")
+        return round_to_float32(sqrt(its.sizes.hidden)) if its.is_gemma4 else 1.0
+    if stated is not None:
+        return stated.number(_SCALE_KEY)
+    of_target = float(target.config["embed_scale"])
+    if of_target == 1.0 or not top.has(NESTED):
+        return 1.0
+    if is_named_dspark(top):
+        raise block.error(
+            _SCALE_KEY,
+            f"a number, since {target.path} multiplies its embeddings by {of_target:g} and this "
+            "layout does not say whether the drafter was trained so",
+        )
+    notes.append(f"the drafter's embeddings are multiplied by {of_target:g}, as the target's are")
+    return of_target
