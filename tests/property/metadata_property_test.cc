@@ -67,17 +67,21 @@ struct Bench {
   CpuContext context;
 };
 
+void randomize_tables(Bench& bench, std::mt19937_64& random) {
+  for (const BlockTable& table : bench.buffers.block_tables) {
+    for (int64_t i = 0; i < table.stride * kMaxSeqs; ++i) {
+      table.blocks[i] = static_cast<int32_t>(1 + random() % 1000);
+    }
+  }
+}
+
 void randomize(Bench& bench, std::mt19937_64& random) {
   const auto edge = [&](int32_t size) {  // near a multiple
     return static_cast<int32_t>(size * (1 + random() % 4) + random() % 3) - 1;
   };
   IterationBuffers& b = bench.buffers;
   SequenceState& s = b.sequences;
-  for (const BlockTable& table : b.block_tables) {
-    for (int64_t i = 0; i < table.stride * kMaxSeqs; ++i) {
-      table.blocks[i] = static_cast<int32_t>(1 + random() % 1000);
-    }
-  }
+  randomize_tables(bench, random);
   const auto num_seqs = static_cast<int32_t>(random() % (kMaxSeqs + 1));
   b.staged.counts->num_seqs = num_seqs;
   b.staged.counts->num_drafting = num_seqs;
@@ -261,6 +265,36 @@ TEST(Metadata, AdvanceEqualsBuild) {
     if (HasFailure()) return;
   }
   for (const int64_t live : num_live) EXPECT_GT(live, 25000);
+}
+
+// The same for every kind of group at every position, and so at every position modulo 4 and 128:
+// the ratios of compressed attention and the longest window. Each row makes 1 to 15 steps.
+TEST(Metadata, AdvanceEqualsBuildAtEveryPosition) {
+  constexpr int32_t kMostDrafts = 16;
+  std::mt19937_64 random(7);
+  for (const bool use_window_lists : {false, true}) {
+    for (const bool is_latent : {false, true}) {
+      Bench bench(kMostDrafts, /*block_size=*/3, use_window_lists, {128, 0, 4}, is_latent);
+      randomize_tables(bench, random);
+      IterationBuffers& b = bench.buffers;
+      b.staged.counts->num_seqs = b.staged.counts->num_drafting = kMaxSeqs;
+      int64_t num_live = 0;
+      int64_t expected = 0;
+      for (int32_t first = 2; first + kMaxSeqs + kMostDrafts <= kMaxLen; first += kMaxSeqs) {
+        for (int32_t slot = 0; slot < kMaxSeqs; ++slot) {
+          b.staged.seq_slot[slot] = slot;
+          b.sequences.known_len[slot] = first + slot;
+          b.sequences.limit[slot] = kMaxLen;
+          b.sequences.is_active[slot] = 1;
+          b.sequences.max_drafts[slot] = kMostDrafts;
+        }
+        num_live += check_draft_steps(bench, {.draw_ahead = 1}, random);
+        expected += int64_t{kMaxSeqs} * (kMostDrafts - 1);
+        if (HasFailure()) return;
+      }
+      EXPECT_EQ(num_live, expected);
+    }
+  }
 }
 
 // The definition of a compressed group, at every position modulo 4 and 128: an entry is written by

@@ -155,6 +155,13 @@ class DirectRunner {
   }
 
   void run() {
+    build();
+    launch();
+    finish();
+  }
+
+  // The three parts of `run`: the host makes the batch, the device runs it, the plan is emptied.
+  void build() {
     std::stable_sort(plan_.sequences.begin(), plan_.sequences.end(),
                      [](const PlannedSequence& a, const PlannedSequence& b) {
                        return static_cast<int32_t>(a.kind) < static_cast<int32_t>(b.kind);
@@ -165,7 +172,9 @@ class DirectRunner {
     runner_->bind(batch_);
     build_batch(plan_, shape_, batch_);
     batch_.score_copies.clear();  // tests read the logits buffer
-    run_now_(batch_);
+  }
+  void launch() { run_now_(batch_); }
+  void finish() {
     ++plan_.iteration;
     last_plan_ = plan_;
     plan_.sequences.clear();
