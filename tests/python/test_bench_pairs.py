@@ -195,7 +195,8 @@ def test_a_stored_report_is_drawn(
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
     rows = [
         {"pair": "a+b", "temperature": t, "max_concurrency": c, "output_throughput": 10.0 * c + t,
-         "median_itl_ms": 2.0 * c, "floor_share": None if c == 1 else 0.5}
+         "median_itl_ms": 2.0 * c, "floor_share": None if c == 1 else 0.5,
+         "has_dummy_weights": t == 0}
         for t in (0, 1) for c in (4, 1)
     ]  # fmt: skip
     stored = tmp_path / "pairs.json"
@@ -206,9 +207,12 @@ def test_a_stored_report_is_drawn(
         {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in lines}
         for lines in (axes.get_lines() for axes in figure.axes)
     ]
-    assert drawn[0] == {"a+b, T=0": ([1, 4], [10, 40]), "a+b, T=1": ([1, 4], [11, 41])}
+    assert drawn[0] == {
+        "a+b, T=0, imposed length": ([1, 4], [10, 40]),
+        "a+b, T=1": ([1, 4], [11, 41]),
+    }
     assert drawn[1]["a+b, T=1"] == ([1, 4], [2, 8])
-    assert drawn[2]["a+b, T=0"] == ([4], [0.5])
+    assert drawn[2]["a+b, T=0, imposed length"] == ([4], [0.5])
     assert len(figure.legends[0].get_texts()) == 2 and figure.get_suptitle() == "m"
 
 

@@ -183,8 +183,7 @@ def load_draft(
     Args:
         source: As for `load`.
         target: Its target.
-        method: "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp"; None = that of its
-            configuration.
+        method: A method of `SpeculativeConfig` with a model; None = that of its configuration.
         draft_feedback: Of an MTP layer, as in `SpeculativeConfig`.
         dummy: As for `load`.
         dtype: As for `load`; a draft head takes the target's.

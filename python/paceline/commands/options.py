@@ -250,13 +250,13 @@ def _add_stopping(group: Any) -> None:
     )
 
 
-def add_device_option(group: argparse._ActionsContainer) -> None:
-    """Adds `--device`."""
+def add_device_option(group: argparse._ActionsContainer, *, has_demo: bool = True) -> None:
+    """Adds `--device`, for commands with or without a demo."""
+    but = ", but cpu with a demo" if has_demo else ""
     group.add_argument(
         "--device",
         default="auto",
-        help="auto, cpu or cuda; auto is cuda if a GPU is usable, but cpu with a demo "
-        "(default: auto)",
+        help=f"auto, cpu or cuda; auto is cuda if a GPU is usable{but} (default: auto)",
     )
 
 

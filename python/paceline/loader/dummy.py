@@ -148,8 +148,8 @@ def load_dummy_drafter(
     Args:
         source: A folder with the drafter's `config.json`; weight files are not opened.
         target: The target.
-        method: "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp"; None: the one that the
-            configuration names, else a draft model. EAGLE-1 and MTP have to be named.
+        method: A method of `SpeculativeConfig` with a model; None: the one that the configuration
+            names, else a draft model. EAGLE-1 and MTP have to be named.
         draft_feedback: As for `load_pair`.
         dtype: For a draft model, as for `load_dummy`; a draft head takes the target's.
         device: As for `load_dummy`.

@@ -71,8 +71,8 @@ def load_drafter(
     Args:
         source: The drafter's folder.
         target: The target. A draft head is checked against it and takes its dtype.
-        method: "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp"; None: the checkpoint
-            decides, which never says "mtp".
+        method: A method of `SpeculativeConfig` with a model; None: the checkpoint decides, which
+            never says "mtp".
         draft_feedback: As for `load_pair`.
         dtype: For a draft model, as for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda"; the target's.

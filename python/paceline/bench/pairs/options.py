@@ -67,7 +67,7 @@ def add_pairs_parser(kinds: Any) -> argparse.ArgumentParser:
     _add_pairs(parser)
     _add_requests(parser)
     engine = parser.add_argument_group("engine")
-    add_device_option(engine)
+    add_device_option(engine, has_demo=False)
     engine.add_argument(
         "--num-threads",
         type=integer,

@@ -47,6 +47,8 @@ def draw(report: dict[str, Any], path: str) -> None:
                 if not own:
                     continue
                 label = f"{pair}, T={temperature:g}"
+                if own[0]["has_dummy_weights"]:
+                    label += ", imposed length"
                 [lines[label]] = axes.plot(
                     [row["max_concurrency"] for row in own],
                     [row[key] for row in own],
