@@ -2,16 +2,13 @@
 #pragma once
 
 // A random machine over the pool: sequences grow, slide, fork, finish and are preempted while a
-// fake device runs up to three iterations behind the host. A dictionary of byte ranges says which
-// sequences hold which block; after every operation the pool must agree with it.
+// fake device runs up to three iterations behind the host. After every operation the pool must
+// agree with the ledger of the machine.
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
-#include <map>
 #include <random>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -20,10 +17,11 @@
 #include "kv/sequence_blocks.h"
 #include "kv/slab_pool.h"
 #include "support/kv_layers.h"
+#include "support/kv_ledger.h"
 
 namespace paceline::testing {
 
-inline constexpr int32_t kNumSequences = 12;
+inline constexpr int32_t kNumSequences = 12;  // at most 32, see KvLedger
 inline constexpr int32_t kMaxTokens = 300;
 inline constexpr int64_t kMaxLateness = 2;
 
@@ -36,29 +34,6 @@ enum class KvFault : uint8_t {
   kLosesBlock,         // a finished sequence keeps a block
   kReleasesTwice,      // a finished sequence gives a shared block back for its parent, too
   kReleasesSource,     // a parent goes in the plan that copies from it, but after the fork
-};
-
-struct KvViolation : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-template <class... Parts>
-void require(bool holds, const Parts&... parts) {
-  if (!holds) throw KvViolation(concat(parts...));
-}
-
-struct Range {
-  int64_t end;
-  GroupId group;
-  BlockId block;
-  uint32_t holders;  // a bit a sequence; none: in quarantine
-  int64_t tag;       // in quarantine: the newest iteration launched when the last holder went
-};
-
-// A copy of an iteration that may still be under way.
-struct PendingCopy {
-  int64_t iteration;
-  BlockCopy copy;
 };
 
 struct KvSequence {
@@ -77,16 +52,15 @@ class KvMachine {
         pool_(layout),
         random_(seed),
         fault_(fault),
-        slabs_(static_cast<size_t>(layout.num_slabs)),
-        num_held_(layout.groups.size()),
-        num_quarantined_(layout.groups.size()) {
+        ledger_(layout) {
     for (int32_t s = 0; s < kNumSequences; ++s) {
       KvSequence& sequence = sequences_.emplace_back();
       sequence.blocks = SequenceBlocks(num_groups_);
       sequence.tables.resize(layout.groups.size());
       sequence.num_released.resize(layout.groups.size());
     }
-    pool_.set_on_reusable([this](GroupId g, BlockId block) { become_reusable(g, block); });
+    pool_.set_on_reusable(
+        [this](GroupId g, BlockId block) { ledger_.reuse(g, block, device_completed_); });
   }
 
   // Throws KvViolation.
@@ -94,7 +68,7 @@ class KvMachine {
     for (int64_t i = 0; i < num_operations; ++i) {
       try {
         operate();
-        check();
+        ledger_.check(pool_);
         if (i % 1000 == 0) check_tables();
       } catch (const std::exception& error) {
         throw KvViolation(concat("operation ", i, " (", operation_, "): ", error.what()));
@@ -115,11 +89,6 @@ class KvMachine {
   }
 
  private:
-  struct SlabUse {
-    GroupId group = 0;
-    int32_t num_used = 0;  // held or in quarantine
-  };
-
   int32_t draw(int32_t low, int32_t high) {
     return low + static_cast<int32_t>(random_() % static_cast<uint64_t>(high - low + 1));
   }
@@ -167,7 +136,7 @@ class KvMachine {
       ends.push_back(std::max(size, wanted));
       counts.push_back(static_cast<int64_t>(ends[g] - size));
     }
-    const bool is_possible = model_can_allocate(counts);
+    const bool is_possible = ledger_.can_allocate(counts);
     require(pool_.can_allocate(counts) == is_possible, "can_allocate is wrong");
 
     writes_.clear();
@@ -186,7 +155,7 @@ class KvMachine {
         require(write.seq_slot == s, "seq_slot is ", write.seq_slot);
         std::vector<BlockId>& table = sequence.tables.at(write.group);
         require(write.index == static_cast<int32_t>(table.size()), "index is ", write.index);
-        own(s, write.group, write.block);
+        ledger_.own(s, write.group, write.block);
         table.push_back(write.block);
       }
       for (GroupId g = 0; g < num_groups_; ++g) {
@@ -225,13 +194,14 @@ class KvMachine {
         const BlockId block = is_shared ? sequences_[parent].tables[g][i] : kNullBlock;
         child.tables[g].push_back(block);
         if (is_shared) {
-          hold(s, g, block);
+          require(ledger_.hold(s, g, block) == pool_.num_holders(g, block), "holders of block ",
+                  block);
         } else {
           ++child.num_released[g];
         }
       }
     }
-    check();
+    ledger_.check(pool_);
     if (!grow(s, num_tokens + draw(1, 24))) {
       release_all(s);
       return;
@@ -248,7 +218,7 @@ class KvMachine {
                   copies_[at].source == sequences_[parent].tables[g][index] &&
                   copies_[at].destination == child.tables[g][index],
               "the copy of group ", g, " is wrong");
-      pending_copies_.push_back({launched_ + 1, copies_[at++]});
+      ledger_.begin_copy(launched_ + 1, copies_[at++]);
     }
     require(at == copies_.size(), "copies of nothing");
     if (fault_ == KvFault::kReleasesSource) release_all(parent);
@@ -285,7 +255,7 @@ class KvMachine {
       // The last token of block i is older than the oldest key that the next query sees.
       while (i < static_cast<int32_t>(table.size()) &&
              last_token(g, i) < first_visible(group.kind, sequence.known)) {
-        disown(s, g, table[i]);
+        ledger_.disown(s, g, table[i], launched_);
         table[i++] = kNullBlock;
       }
     }
@@ -298,7 +268,7 @@ class KvMachine {
     for (GroupId g = 0; g < num_groups_; ++g) {
       for (BlockId block : sequence.tables[g]) {
         if (block == kNullBlock) continue;
-        disown(s, g, block);
+        ledger_.disown(s, g, block, launched_);
         if (fault_ == KvFault::kReleasesTwice && pool_.num_holders(g, block) > 1) {
           pool_.release(g, block, tag());
         }
@@ -319,12 +289,9 @@ class KvMachine {
     if (iteration < 0) return;
     device_completed_ = std::max(device_completed_, iteration);
     ++num_completed_;
-    std::erase_if(pending_copies_, [&](const PendingCopy& pending) {
-      return pending.iteration <= device_completed_;
-    });
+    ledger_.end_copies(device_completed_);
     pool_.complete(fault_ == KvFault::kCompletesEarly ? iteration + 1 : iteration);
-    require(tags_.empty() || *tags_.begin() > device_completed_, "a block released under ",
-            tags_.empty() ? -1 : *tags_.begin(), " is still in quarantine");
+    ledger_.check_quarantine(device_completed_);
   }
 
   // All but one sequence go: what the one does not touch must be free, and usable.
@@ -344,7 +311,7 @@ class KvMachine {
     const int64_t num_free = layout_.num_slabs - 1 - static_cast<int64_t>(touched.size());
     require(pool_.num_free_slabs() >= num_free, pool_.num_free_slabs(), " slabs are free, not ",
             num_free);
-    check();
+    ledger_.check(pool_);
 
     const int32_t other = (survivor + 1) % kNumSequences;
     const int32_t num_tokens = draw(1, kMaxTokens);
@@ -356,7 +323,7 @@ class KvMachine {
     const bool is_admitted = grow(other, num_tokens);
     require(is_admitted || num_needed > num_free, "refused ", num_needed, " of ", num_free,
             " free slabs");
-    check();
+    ledger_.check(pool_);
 
     release_all(survivor);
     release_all(other);
@@ -380,7 +347,7 @@ class KvMachine {
       commit(s, rows * std::max(0, t - lateness));
       require(grow(s, std::min(num_tokens, rows * (t + 1))), "refused at ", rows * t, " of ",
               num_tokens, " tokens, which fit alone; ", rows, " rows, lateness ", lateness);
-      check();
+      ledger_.check(pool_);
       ++launched_;
     }
     release_all(s);
@@ -388,103 +355,6 @@ class KvMachine {
 
   int64_t tag() const {
     return fault_ == KvFault::kStaleTag ? std::max<int64_t>(-1, launched_ - 1) : launched_;
-  }
-
-  bool model_can_allocate(const std::vector<int64_t>& counts) const {
-    std::vector<int64_t> room(counts.size(), 0);
-    int64_t num_free = -1;  // slab 0 is never used and never free
-    for (const SlabUse& slab : slabs_) {
-      if (slab.num_used == 0) {
-        ++num_free;
-      } else {
-        room[slab.group] += layout_.blocks_per_slab(slab.group) - slab.num_used;
-      }
-    }
-    for (GroupId g = 0; g < num_groups_; ++g) {
-      for (int64_t missing = counts[g] - room[g]; missing > 0; --num_free) {
-        missing -= layout_.blocks_per_slab(g);
-      }
-    }
-    return num_free >= 0;
-  }
-
-  void own(int32_t s, GroupId g, BlockId block) {
-    const int64_t bytes = layout_.groups.at(g).block_bytes;
-    const Range range{(int64_t{block} + 1) * bytes, g, block, uint32_t{1} << s, -1};
-    const int64_t begin = block * bytes;
-    require(begin >= layout_.slab_bytes && range.end <= layout_.pool_bytes, "block ", block,
-            " of group ", g, " is in slab 0 or outside the pool");
-    const auto next = ranges_.lower_bound(begin);
-    const auto clash = [&](const Range& other) {
-      return concat("block ", block, " of group ", g, " handed to ", s, " overlaps block ",
-                    other.block, " of group ", other.group, ", held by mask ", other.holders,
-                    other.holders == 0 ? " (quarantine)" : "");
-    };
-    if (next != ranges_.end()) {
-      require(next->first >= range.end, clash(next->second));
-    }
-    if (next != ranges_.begin()) {
-      const Range& prev = std::prev(next)->second;
-      require(prev.end <= begin, clash(prev));
-    }
-    ranges_.emplace_hint(next, begin, range);
-    SlabUse& slab = slabs_[static_cast<size_t>(begin / layout_.slab_bytes)];
-    require(slab.num_used == 0 || slab.group == g, "two groups in a slab");
-    slab.group = g;
-    ++slab.num_used;
-    ++num_held_[g];
-  }
-
-  // Adds a holder to a block that has one.
-  void hold(int32_t s, GroupId g, BlockId block) {
-    Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
-    require(range.group == g && range.holders != 0, "block ", block, " is shared but not held");
-    range.holders |= uint32_t{1} << s;
-    require(pool_.num_holders(g, block) == std::popcount(range.holders), "holders of block ",
-            block);
-  }
-
-  void disown(int32_t s, GroupId g, BlockId block) {
-    Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
-    range.holders &= ~(uint32_t{1} << s);
-    if (range.holders != 0) return;
-    range.tag = launched_;
-    tags_.insert(launched_);
-    --num_held_[g];
-    ++num_quarantined_[g];
-  }
-
-  void become_reusable(GroupId g, BlockId block) {
-    const auto entry = ranges_.find(block * layout_.groups[g].block_bytes);
-    require(entry != ranges_.end() && entry->second.group == g, "no sequence held block ", block);
-    const Range& range = entry->second;
-    require(range.holders == 0, "block ", block, " is reusable but held by mask ", range.holders);
-    for (const PendingCopy& pending : pending_copies_) {
-      require(pending.copy.group != g ||
-                  (pending.copy.source != block && pending.copy.destination != block),
-              "block ", block, " is reusable, but iteration ", pending.iteration, " copies ",
-              pending.copy.source, " to ", pending.copy.destination);
-    }
-    require(range.tag <= device_completed_, "block ", block, " is reusable, but iteration ",
-            range.tag, " may still use it: ", device_completed_, " is the last that completed");
-    tags_.erase(tags_.find(range.tag));
-    --slabs_[static_cast<size_t>(entry->first / layout_.slab_bytes)].num_used;
-    --num_quarantined_[g];
-    ranges_.erase(entry);
-  }
-
-  void check() {
-    const std::string broken = pool_.check_integrity();
-    require(broken.empty(), broken);
-    for (GroupId g = 0; g < num_groups_; ++g) {
-      require(pool_.num_held(g) == num_held_[g], "group ", g, " holds ", pool_.num_held(g),
-              ", not ", num_held_[g]);
-      require(pool_.num_quarantined(g) == num_quarantined_[g], "group ", g, " has ",
-              pool_.num_quarantined(g), " in quarantine, not ", num_quarantined_[g]);
-    }
-    const auto num_empty = std::count_if(slabs_.begin(), slabs_.end(),
-                                         [](const SlabUse& slab) { return slab.num_used == 0; });
-    require(pool_.num_free_slabs() == num_empty - 1, "free slabs");
   }
 
   void check_table(int32_t s) const {
@@ -501,7 +371,7 @@ class KvMachine {
             sequence.blocks.num_held(), ", not ", num_held);
   }
 
-  // The dictionary against all tables, both ways.
+  // The ledger against all tables, both ways.
   void check_tables() const {
     size_t num_entries = 0;
     for (int32_t s = 0; s < kNumSequences; ++s) {
@@ -510,22 +380,11 @@ class KvMachine {
         for (BlockId block : sequences_[s].tables[g]) {
           if (block == kNullBlock) continue;
           ++num_entries;
-          const Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
-          require((range.holders >> s & 1) != 0 && range.group == g, "block ", block, " is not of ",
-                  s);
+          require(ledger_.is_held(s, g, block), "block ", block, " is not of ", s);
         }
       }
     }
-    size_t num_holders = 0;
-    size_t num_quarantined = 0;
-    for (const auto& [begin, range] : ranges_) {
-      const int32_t holders = std::popcount(range.holders);
-      num_holders += static_cast<size_t>(holders);
-      num_quarantined += holders == 0 ? 1 : 0;
-      require(holders == 0 || pool_.num_holders(range.group, range.block) == holders, "block ",
-              range.block, " has ", holders, " holders");
-    }
-    require(num_entries == num_holders && num_quarantined == tags_.size(), "blocks are lost");
+    ledger_.check_holders(pool_, num_entries);
   }
 
   const KvLayout layout_;
@@ -536,14 +395,8 @@ class KvMachine {
   std::vector<KvSequence> sequences_;
   int64_t launched_ = -1;
   int64_t device_completed_ = -1;
+  KvLedger ledger_;
 
-  std::map<int64_t, Range> ranges_;  // by first byte; held or in quarantine
-  std::multiset<int64_t> tags_;      // of all blocks in quarantine
-  std::vector<SlabUse> slabs_;
-  std::vector<int64_t> num_held_;
-  std::vector<int64_t> num_quarantined_;
-
-  std::vector<PendingCopy> pending_copies_;
   std::vector<TableWrite> writes_;
   std::vector<BlockCopy> copies_;
   const char* operation_ = "";
