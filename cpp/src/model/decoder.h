@@ -158,6 +158,12 @@ class Decoder {
   void multi_head_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                             std::span<const GroupMetadata> groups, const Activations& activations,
                             const OutputRows* output) const;
+  // Norms and rotates the rows of activations.qkv, and appends their keys and values to the cache.
+  // Without queries, a row begins with its keys.
+  template <class Ctx>
+  void rotate_and_append(Ctx& ctx, int32_t layer, const PassRows& rows,
+                         std::span<const GroupMetadata> groups, const Activations& activations,
+                         bool has_queries) const;
   template <class Ctx>
   void attend(Ctx& ctx, int32_t layer, const PassRows& rows, std::span<const GroupMetadata> groups,
               const Activations& activations) const;

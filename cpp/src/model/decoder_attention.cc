@@ -51,35 +51,13 @@ template <class Ctx>
 void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                                    std::span<const GroupMetadata> groups,
                                    const Activations& activations, const OutputRows* output) const {
-  const DecoderConfig& c = config();
-  const auto& a = std::get<MultiHeadAttention>(c.layers[layer].attention);
   const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
-  const GroupMetadata& metadata = groups[group_of(layer)];
-
   project(ctx, row_count(rows), w.qkv,
           {.x = input,
            .y = activations.qkv,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
-  ctx.run(qk_norm_rope_append, QkNormRopeAppendParams{.num_rows = rows.num_rows,
-                                                      .max_rows = rows.capacity,
-                                                      .qkv = activations.qkv,
-                                                      .positions = rows.positions,
-                                                      .slot_mapping = slot_mapping(metadata),
-                                                      .q_norm = w.q_norm,
-                                                      .k_norm = w.k_norm,
-                                                      .norm_weight_offset = c.norm_weight_offset,
-                                                      .norm_eps = c.norm_eps,
-                                                      .rope_cos = ropes_[a.rope].cos,
-                                                      .rope_sin = ropes_[a.rope].sin,
-                                                      .kv = kv_of(layer),
-                                                      .num_qo_heads = a.num_qo_heads,
-                                                      .num_kv_heads = a.num_kv_heads,
-                                                      .head_dim = a.head_dim,
-                                                      .qkv_dtype = activations.dtype,
-                                                      .kv_inputs = kv_inputs(a),
-                                                      .has_v_norm = a.has_v_norm,
-                                                      .position_offset = rope_offset_});
+  rotate_and_append(ctx, layer, rows, groups, activations, /*has_queries=*/true);
   if (output == nullptr) return attend(ctx, layer, rows, groups, activations);
   pick_queries(ctx, *output, activations, w.qkv.weight.n);
   Activations picked = activations;
@@ -163,8 +141,7 @@ template <class Ctx>
 void Decoder::write_keys_values(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                                 std::span<const GroupMetadata> groups,
                                 const Activations& activations) const {
-  const DecoderConfig& c = config();
-  const auto& a = std::get<MultiHeadAttention>(c.layers[layer].attention);
+  const auto& a = std::get<MultiHeadAttention>(config().layers[layer].attention);
   const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
   const Linear kv = key_value_rows(w.qkv, a);
   project(ctx, row_count(rows), kv,
@@ -172,20 +149,30 @@ void Decoder::write_keys_values(Ctx& ctx, int32_t layer, const void* input, cons
            .y = activations.qkv,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
+  rotate_and_append(ctx, layer, rows, groups, activations, /*has_queries=*/false);
+}
+
+template <class Ctx>
+void Decoder::rotate_and_append(Ctx& ctx, int32_t layer, const PassRows& rows,
+                                std::span<const GroupMetadata> groups,
+                                const Activations& activations, bool has_queries) const {
+  const DecoderConfig& c = config();
+  const auto& a = std::get<MultiHeadAttention>(c.layers[layer].attention);
+  const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
   ctx.run(qk_norm_rope_append,
           QkNormRopeAppendParams{.num_rows = rows.num_rows,
                                  .max_rows = rows.capacity,
                                  .qkv = activations.qkv,
                                  .positions = rows.positions,
                                  .slot_mapping = slot_mapping(groups[group_of(layer)]),
-                                 .q_norm = nullptr,
+                                 .q_norm = has_queries ? w.q_norm : nullptr,
                                  .k_norm = w.k_norm,
                                  .norm_weight_offset = c.norm_weight_offset,
                                  .norm_eps = c.norm_eps,
                                  .rope_cos = ropes_[a.rope].cos,
                                  .rope_sin = ropes_[a.rope].sin,
                                  .kv = kv_of(layer),
-                                 .num_qo_heads = 0,
+                                 .num_qo_heads = has_queries ? a.num_qo_heads : 0,
                                  .num_kv_heads = a.num_kv_heads,
                                  .head_dim = a.head_dim,
                                  .qkv_dtype = activations.dtype,
