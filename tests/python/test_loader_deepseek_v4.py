@@ -342,8 +342,25 @@ def _cut(name: str, rows: int) -> Any:
 def test_refused_tensors(edit: Any, parts: Any, tmp_path: Path) -> None:
     path = copy_checkpoint(make(SPEC), tmp_path / "model")
     edit_tensors(path, edit)
-    with raises(ModelFileError, *parts):
+    with raises(ModelFileError, f"{path / 'model.safetensors'}: ", *parts):
         load_pair(path, path, method="mtp", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("layers.0.attn.wq_a.scale", "is nan; allowed: finite"),
+        ("layers.1.ffn.experts.0.w1.scale", "is 255, which is NaN; allowed: 0 to 254"),
+    ],
+)
+def test_scales_that_are_no_numbers(name: str, seen: str, tmp_path: Path) -> None:
+    """In fp8 matrices and in fp4 experts, whose scales are bytes with an exponent alone."""
+    import torch
+
+    path = copy_checkpoint(make(SCALED), tmp_path / "model")
+    edit_tensors(path, lambda tensors: tensors[name].view(torch.uint8)[0, 0].fill_(255))
+    with raises(ModelFileError, f"{path / 'model.safetensors'}: tensor '{name}'[0, 0] {seen}"):
+        load_checkpoint(path, progress=False)
 
 
 def test_another_number_of_mtp_layers(tmp_path: Path) -> None:

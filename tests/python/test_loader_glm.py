@@ -381,5 +381,5 @@ def _replace(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any
 def test_refused_tensors(edit: Any, parts: Any, copy_of: Callable[..., Path]) -> None:
     path = copy_of(TinySpec("glm4_moe_lite"))
     edit_tensors(path, edit)
-    with raises(ModelFileError, *parts):
+    with raises(ModelFileError, f"{path / 'model.safetensors'}: ", *parts):
         open_checkpoint(path)

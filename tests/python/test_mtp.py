@@ -272,7 +272,7 @@ def test_refused_tensors(edit: Any, parts: Any, with_layer: Callable[..., Path])
         tensors |= {name: tensor.clone() for name, tensor in tensors.items()}
 
     edit_tensors(path, change)
-    with raises(ModelFileError, *parts):
+    with raises(ModelFileError, f"{path / 'model.safetensors'}: ", *parts):
         outputs(path, MTP)
 
 
