@@ -11,12 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tiny_models import TinySpec, make, reference_logits
+from tiny_models import TinySpec, copy_checkpoint, edit_tensors, make, reference_logits
+
+if TYPE_CHECKING:
+    import torch
 
 RELATIVE_TOLERANCE = 2e-4
 PROMPT_TOKENS = 45
@@ -24,6 +27,19 @@ PROMPT_TOKENS = 45
 
 def check_that_it_shows(
     spec: TinySpec, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check_that_a_fact_shows` for a tiny checkpoint of a specification."""
+    prompt = prompt_of(spec)
+    expected = reference_logits(make(spec), prompt)
+    check_that_a_fact_shows(make(spec), prompt, expected, change, monkeypatch)
+
+
+def check_that_a_fact_shows(
+    path: Path,
+    prompt: list[int],
+    expected: np.ndarray,
+    change: Callable[[dict[str, Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checks that a change of the description moves the logits by ten times the bar."""
     from paceline.loader.family import Family
@@ -35,11 +51,27 @@ def check_that_it_shows(
         change(config)
         return config
 
-    prompt = prompt_of(spec)
-    expected = reference_logits(make(spec), prompt)
     monkeypatch.setattr(Family, "config_for", config_for)
-    difference = np.abs(logits_of(make(spec), prompt) - expected).max()
+    difference = np.abs(logits_of(path, prompt) - expected).max()
     assert difference > 10 * RELATIVE_TOLERANCE * np.abs(expected).max()
+
+
+def check_that_a_tensor_shows(
+    path: Path,
+    prompt: list[int],
+    expected: np.ndarray,
+    change: Callable[[str, torch.Tensor], torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    """Checks that a change of tensors, by name and values, moves the logits over the bar."""
+    wrong = copy_checkpoint(path, tmp_path / "wrong")
+
+    def change_all(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {name: change(name, t).contiguous() for name, t in tensors.items()}
+
+    edit_tensors(wrong, change_all)
+    with pytest.raises(AssertionError, match="transformers has"):
+        assert_close(logits_of(wrong, prompt), expected)
 
 
 def prompt_of(spec: TinySpec, length: int = PROMPT_TOKENS) -> list[int]:

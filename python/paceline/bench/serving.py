@@ -50,12 +50,20 @@ def serving_metrics(run: Run) -> dict[str, float | int]:
         "total_token_throughput": (num_input + num_output) / run.duration_s,
     }
     for name, seconds in series.items():
-        metrics |= _summary(name, seconds)
+        metrics |= times_in_ms(name, seconds)
     return metrics
 
 
-def _summary(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Statistics in ms; zeros without a value, as in vLLM."""
+def times_in_ms(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Sums up times under vLLM's keys.
+
+    Args:
+        name: "ttft", "tpot", "itl" or "e2el".
+        seconds: The times.
+
+    Returns:
+        Mean, median, standard deviation and 99th percentile in ms; zeros without a value.
+    """
     import numpy as np
 
     values = np.asarray(seconds or [0.0]) * 1e3

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from paceline.bench.serve.client import Answer
 from paceline.bench.serve.load import Load
+from paceline.bench.serving import times_in_ms
 
 #: Names of the times: key, short name and title.
 _TIMES: Final = (
@@ -71,7 +72,7 @@ def result_of(
         met = sum(_meets(answer, goals_ms) for answer in good)
         result["request_goodput"] = met / duration_s
     for name, seconds in _series(good).items():
-        result |= _summary(name, seconds)
+        result |= times_in_ms(name, seconds)
     return result
 
 
@@ -168,19 +169,6 @@ def _series(answers: Sequence[Answer]) -> dict[str, list[float]]:
         "tpot": [answer.tpot_s for answer in answers if answer.tpot_s is not None],
         "itl": [gap for answer in answers for gap in _gaps(answer)],
         "e2el": [answer.latency_s for answer in answers],
-    }
-
-
-def _summary(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Statistics in ms; zeros without a value, as in vLLM."""
-    import numpy as np
-
-    values = np.asarray(seconds or [0.0]) * 1e3
-    return {
-        f"mean_{name}_ms": float(np.mean(values)),
-        f"median_{name}_ms": float(np.median(values)),
-        f"std_{name}_ms": float(np.std(values)),
-        f"p99_{name}_ms": float(np.percentile(values, 99)),
     }
 
 
