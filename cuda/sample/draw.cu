@@ -25,6 +25,7 @@
 #include "base/philox.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
+#include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "ops/ops.h"
 
@@ -152,12 +153,6 @@ struct Noise {
 // At most u, and no more than 2^-23 below it.
 __device__ __forceinline__ float uniform_below(uint32_t bits) {
   return __uint_as_float(bits >> 9 | 0x3f800000u) - 1.0f;
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // The best candidate of the thread's ids, or one that loses against another of its block. `highest`

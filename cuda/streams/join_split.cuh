@@ -15,6 +15,7 @@
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/ordering.cuh"
 #include "common/reduce.cuh"
 #include "ops/streams.h"
 #include "streams/join_parts.cuh"
@@ -42,9 +43,7 @@ static_assert(kSplitProducts * kStreams * kSplitColumns >= kSplitHidden);
 }
 
 // A barrier of all warps but the one that makes the mix.
-__device__ __forceinline__ void sync_workers() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kSplitWorkers) : "memory");
-}
+__device__ __forceinline__ void sync_workers() { sync_some_threads<1, kSplitWorkers>(); }
 
 // Grid: x ranges of columns, y groups of products, z rows.
 template <class X, class Y>
@@ -157,11 +156,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   if (thread == 0) {
     // Releases the sums of all threads, which the barrier has ordered before, and acquires those of
     // the blocks that arrived earlier.
-    int32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(counters + row)
-                 : "memory");
+    const int32_t before = arrive_and_acquire(counters + row);
     is_last = before == static_cast<int32_t>(gridDim.x * gridDim.y) - 1 ? 1 : 0;
     if (is_last != 0) counters[row] = 0;
   }
@@ -216,8 +211,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
     for (int i = 0; i < kSplitSteps; ++i) {
       float branch[kPerThread];
       load_vector(reinterpret_cast<const X*>(w) + first + i * kStep, branch);
-      const float* factors = old_mix;
-      asm volatile("" : "+l"(factors));  // else 20 of them stay in registers
+      const float* const factors = in_register(old_mix);  // else 20 of them stay in registers
       float values[kStreams][kPerThread];
       join_branch(factors, streams[i], branch, values);
 #pragma unroll

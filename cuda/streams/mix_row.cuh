@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/ordering.cuh"
 #include "common/reduce.cuh"
 #include "ops/streams.h"
 
@@ -62,8 +63,7 @@ __device__ __forceinline__ void write_mix(const MixStreamsParams& p, int32_t row
   if (p.is_end) return;
   if (lane < count) mix[count + lane] = __fmul_rn(2.0f, sigmoid(logit(count + lane, 1)));
   // In a register: each of the iterations below would wait for the constant again.
-  float eps = p.eps;
-  asm volatile("" : "+f"(eps));
+  const float eps = in_register(p.eps);
   Matrix<kMaxCount> c = {.of_row = {}, .count = count, .eps = eps};
   float highest = negative_infinity();
 #pragma unroll

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Wrappers of PTX instructions that order some threads of a block or the blocks of a grid, and
+// hints to the compiler's allocation of registers.
+
+#include <cstdint>
+
+namespace paceline::cuda {
+
+// A barrier of the kThreads threads that call it with this number, whole warps. Number 0 is that of
+// __syncthreads.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void sync_some_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// Adds one and returns the value before. Releases what the block has written and a barrier has
+// ordered before the call, and acquires what other blocks released so.
+__device__ __forceinline__ int32_t arrive_and_acquire(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
+// The value, in a register: the compiler can neither load it again nor load more than it in
+// advance.
+__device__ __forceinline__ float in_register(float value) {
+  asm volatile("" : "+f"(value));
+  return value;
+}
+__device__ __forceinline__ const float* in_register(const float* value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+
+}  // namespace paceline::cuda

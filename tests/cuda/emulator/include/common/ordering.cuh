@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Stands in for cuda/common/ordering.cuh.
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+namespace paceline::cuda {
+
+template <int kBarrier, int kThreads>
+inline void sync_some_threads(const emulator::Place& place = emulator::Place::current()) {
+  emulator::wait_for_block(kBarrier, kThreads, false, place);
+}
+
+inline int32_t arrive_and_acquire(int32_t* counter) { return atomicAdd(counter, 1); }
+
+inline float in_register(float value) { return value; }
+inline const float* in_register(const float* value) { return value; }
+
+}  // namespace paceline::cuda

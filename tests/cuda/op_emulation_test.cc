@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA ops, emulated on the CPU (tests/cuda/emulator), against the CPU ops on the op table, by
+// the bounds of the table. Of each op a sample of cases runs, by seed. Each case runs twice, with
+// blocks and threads in other orders, and must have the same bits. The test prints which ops it
+// covers.
+//
+// PACELINE_SEED overrides the seed, PACELINE_TEST_LEVEL=3 runs all cases that can be emulated.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/emulator/emulator.h"
+#include "cuda/emulator/guarded_memory.h"
+#include "cuda/emulator/not_emulated.h"
+#include "support/op_cases.h"
+#include "support/op_comparison.h"
+#include "support/seed.h"
+
+namespace paceline::testing {
+namespace {
+
+using emulator::GuardedMemory;
+
+// Cases of the same op, the first word of their names, run until their cost exceeds the first
+// number: the kernel threads that they launch, or more where kernels loop over rows. They are taken
+// in an order that depends on the seed, without those that cost more than the second number.
+constexpr int64_t kCostOfOp = 500'000;
+constexpr int64_t kCostOfCase = 100'000;
+constexpr int64_t kBytesOfCase = 8 << 20;  // of arrays, at most
+constexpr int64_t kCostOfRow = 256;
+
+// What a thread costs to emulate in ops with many calls of lanes or products.
+int64_t cost_of_thread(const std::string& op) {
+  static const std::map<std::string, int64_t> costs = {
+      {"attention", 25}, {"truncate", 12}, {"compressed", 8}, {"logprobs", 8},
+      {"index", 6},      {"append", 4},    {"choose", 4},     {"proposals", 4},
+      {"route", 3},      {"sort", 3},      {"adjust", 3},     {"list", 2}};
+  const auto found = costs.find(op);
+  return found == costs.end() ? 1 : found->second;
+}
+
+// Arrays on the "device", between guards.
+class EmulatedArrays {
+ public:
+  explicit EmulatedArrays(const OpInstance& op) : op_(op) {
+    for (const OpArray& array : op.arrays) {
+      const std::vector<std::byte> bytes = initial_bytes(array, true);
+      memory_.emplace_back(bytes.size());
+      std::copy(bytes.begin(), bytes.end(), memory_.back().data());
+    }
+  }
+  [[nodiscard]] Addresses addresses() const {
+    std::vector<std::byte*> at;
+    for (const GuardedMemory& memory : memory_) at.push_back(memory.data());
+    return Addresses(std::move(at));
+  }
+  [[nodiscard]] ArrayBytes download() const {
+    ArrayBytes all;
+    for (const GuardedMemory& memory : memory_) {
+      all.emplace_back(memory.data(), memory.data() + memory.size());
+    }
+    return all;
+  }
+  // The first array that was written beyond its ends, or an empty string.
+  [[nodiscard]] std::string broken_guard() const {
+    for (size_t i = 0; i < memory_.size(); ++i) {
+      if (!memory_[i].are_guards_intact()) return op_.arrays[i].name;
+    }
+    return {};
+  }
+
+ private:
+  const OpInstance& op_;
+  std::vector<GuardedMemory> memory_;
+};
+
+// What an engine on an H100 gives to ops.
+constexpr int64_t kWorkspaceBytes = 2 << 20;
+constexpr int32_t kNumCounters = 4096;
+CudaContext context_of(const OpInstance& op, std::byte* workspace, std::byte* counters) {
+  return {.num_sms = 132,
+          .workspace = workspace,
+          .workspace_bytes = kWorkspaceBytes,
+          .counters = reinterpret_cast<int32_t*>(counters),
+          .num_counters = kNumCounters,
+          .max_model_len = std::max(op.max_model_len, 1)};
+}
+
+ArrayBytes run_emulated(const OpInstance& op, uint64_t seed) {
+  static const GuardedMemory workspace(kWorkspaceBytes);
+  static const GuardedMemory counters(kNumCounters * sizeof(int32_t));
+  // No op may depend on what another one left in the scratch memory.
+  std::memset(workspace.data(), 0xff, workspace.size());
+  std::memset(counters.data(), 0, counters.size());
+  emulator::set_options({.seed = seed});
+  CudaContext ctx = context_of(op, workspace.data(), counters.data());
+  const EmulatedArrays arrays(op);
+  op.run_cuda(ctx, arrays.addresses());
+  EXPECT_EQ(arrays.broken_guard(), "") << "written beyond its ends";
+  EXPECT_TRUE(workspace.are_guards_intact()) << "written beyond the workspace";
+  EXPECT_TRUE(counters.are_guards_intact()) << "written beyond the counters";
+  const auto is_zero = [](std::byte byte) { return byte == std::byte{0}; };
+  EXPECT_TRUE(std::all_of(counters.data(), counters.data() + counters.size(), is_zero))
+      << "counters are not back at zero";
+  return arrays.download();
+}
+
+class OpEmulation : public ::testing::Test {
+ public:
+  explicit OpEmulation(OpCase op_case) : case_(std::move(op_case)) {}
+  void TestBody() override {
+    TRACE_SEED();
+    const OpInstance op = case_.make(base_seed());
+    BeforeAndAfter cuda;
+    for (const OpArray& array : op.arrays) cuda.before.push_back(initial_bytes(array, true));
+    cuda.after = run_emulated(op, base_seed());
+    expect_agreement(op, run_on_cpu(op), cuda);
+    const ArrayBytes again = run_emulated(op, base_seed() + 1);
+    for (size_t i = 0; i < op.arrays.size(); ++i) {
+      EXPECT_TRUE(again[i] == cuda.after[i])
+          << op.arrays[i].name << " depends on the order of blocks or threads";
+    }
+  }
+
+ private:
+  OpCase case_;
+};
+
+struct Sized {
+  OpCase op_case;
+  int64_t cost = 0;
+  int64_t bytes = 0;  // of arrays
+};
+// What the emulator can run of the table, by op.
+struct Plan {
+  std::map<std::string, std::vector<Sized>> ops;
+  std::set<std::string> not_emulated;
+};
+
+// Calls all ops, with kernels that do nothing.
+Plan make_plan() {
+  Plan plan;
+  emulator::set_options({.runs = false});
+  // Addresses that nothing touches.
+  const auto address = [](size_t i) {
+    return reinterpret_cast<std::byte*>((uintptr_t{1} << 40) * (i + 1));
+  };
+  for (const OpCase& c : op_cases()) {
+    const OpInstance op = c.make(base_seed());
+    std::vector<std::byte*> at;
+    int64_t num_bytes = 0;
+    for (const OpArray& array : op.arrays) {
+      at.push_back(address(at.size()));
+      num_bytes += cuda_bytes(array);
+    }
+    CudaContext ctx = context_of(op, address(at.size()), address(at.size() + 1));
+    (void)emulator::take_counts();
+    try {
+      op.run_cuda(ctx, Addresses(std::move(at)));
+    } catch (const emulator::NotEmulated& error) {
+      plan.not_emulated.insert(error.what());
+      continue;
+    }
+    const std::string name = c.name.substr(0, c.name.find('_'));
+    const int64_t num_threads = std::max(emulator::take_counts().threads, op.num_rows * kCostOfRow);
+    plan.ops[name].push_back({c, num_threads * cost_of_thread(name), num_bytes});
+  }
+  return plan;
+}
+
+// The cases of one op that run.
+std::vector<OpCase> chosen_cases(std::vector<Sized> cases) {
+  Stream stream(base_seed(), 2000);
+  shuffle(cases, stream);
+  std::vector<OpCase> chosen;
+  int64_t cost = 0;
+  for (const Sized& c : cases) {
+    if (test_level() < 3) {
+      if (c.cost > kCostOfCase || c.bytes > kBytesOfCase || cost > kCostOfOp) continue;
+    }
+    cost += c.cost;
+    chosen.push_back(c.op_case);
+  }
+  return chosen;
+}
+
+void register_cases(const Plan& plan) {
+  std::printf("Emulated cases of each op, of those in the table:\n");
+  for (const auto& [name, cases] : plan.ops) {
+    const std::vector<OpCase> chosen = chosen_cases(cases);
+    std::printf("  %s %zu of %zu\n", name.c_str(), chosen.size(), cases.size());
+    for (const OpCase& c : chosen) {
+      ::testing::RegisterTest("OpEmulation", c.name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
+                              [c]() -> ::testing::Test* { return new OpEmulation(c); });
+    }
+  }
+  std::printf("Ops without emulation:");
+  for (const std::string& op : plan.not_emulated) std::printf(" %s", op.c_str());
+  std::printf("\n");
+}
+
+}  // namespace
+}  // namespace paceline::testing
+
+int main(int argc, char** argv) {
+  using namespace paceline::testing;
+  ::testing::InitGoogleTest(&argc, argv);
+  register_cases(make_plan());
+  return RUN_ALL_TESTS();
+}
