@@ -233,8 +233,8 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="read an EAGLE drafter's pytorch_model.bin: tensors only; needs torch: "
-        "pip install 'paceline[torch]' (default: off)",
+        help="read an EAGLE drafter's pytorch_model.bin, and the mask_embedding.pt of --draft: "
+        "tensors only; needs torch: pip install 'paceline[torch]' (default: off)",
     )
     add_quiet_option(parser, "print no progress bar and no message")
     parser.set_defaults(run=_run_convert)

@@ -24,6 +24,7 @@ from paceline.loader.files import exists, find
 from paceline.loader.folder import (
     CONFIG_NAME,
     GENERATION_NAME,
+    MASK_NAME,
     PICKLE_NAME,
     TOKENIZER_NAME,
     CheckpointFolder,
@@ -313,6 +314,13 @@ def _check_listing(
 
 
 def _check_has_weights(model: HubModel, sizes: Mapping[str, int | None]) -> None:
+    if MASK_NAME in sizes:
+        raise ModelFileError(
+            f"{model}: the embedding of mask tokens is a pickle, {MASK_NAME}, which may run code "
+            "when it is read. The drafter is converted once with its target, tensors only: hf "
+            f"download {model.id} --local-dir DIR, then paceline convert --allow-pickle TARGET OUT "
+            "--draft DIR"
+        )
     if WEIGHTS_NAME in sizes or INDEX_NAME in sizes:
         return
     if PICKLE_NAME in sizes:

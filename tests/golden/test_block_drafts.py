@@ -30,3 +30,15 @@ def test_drafts_are_those_of_the_equations(case: str) -> None:
 )
 def test_drafts_do_not_depend_on_the_engine(k: int, engine: dict[str, Any]) -> None:
     check("deepseek", k, **engine)
+
+
+@pytest.mark.parametrize(
+    ("k", "engine"),
+    [
+        (1, {"prefill_chunk_size": 1}),
+        (3, {"prefill_chunk_size": 7, "block_size": 5, "draft_driver": "replay"}),
+        (5, {"max_num_seqs": 3, "kv_cache_bytes": 8 * 122_880, "draft_driver": "eager"}),
+    ],
+)
+def test_drafts_of_gemma4_do_not_depend_on_the_engine(k: int, engine: dict[str, Any]) -> None:
+    check("gemma4", k, **engine)

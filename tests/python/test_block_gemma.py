@@ -110,6 +110,15 @@ def test_copies_of_a_tied_table_are_shared(tmp_path: Path) -> None:
     assert (head["owns_embedding"], head["owns_lm_head"]) == (False, True)
 
 
+@pytest.mark.parametrize(("layout", "k"), [("gemma4", 5), ("z-lab", 4), ("speculators", 5)])
+def test_dummy_weights(layout: str, k: int, tmp_path: Path) -> None:
+    config = {"method": SPECS[layout].method, "model": str(drafter(layout, tmp_path))}
+    with LLM(make(LARGE), speculative_config=config, load_format="dummy", **ENGINE) as llm:
+        assert llm.speculative_config is not None
+        assert llm.speculative_config.num_speculative_tokens == k
+        assert all(len(tokens) == 24 for tokens in outputs(llm))
+
+
 # ---- factors on embeddings ---------------------------------------------------------------------
 
 

@@ -427,6 +427,11 @@ def test_index_that_names_a_missing_file(served: Callable[..., HubServer]) -> No
     ("weights", "kind", "parts"),
     [
         ("pytorch_model.bin", ModelFileError, ("pickle", "hf download", "--allow-pickle")),
+        (
+            "mask_embedding.pt",
+            ModelFileError,
+            ("pickle", "hf download", "--allow-pickle TARGET OUT --draft DIR"),
+        ),
         ("model.gguf", ModelNotFoundError, ("neither model.safetensors", "'model.gguf'")),
     ],
 )

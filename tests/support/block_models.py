@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # z-lab's DFlash, deepseek-ai's flat configuration, the same nested, the flat one with layers of
 # Gemma 4, and that of speculators.
+MASK_NAME = "mask_embedding.pt"
 LAYOUTS = ("z-lab", "deepseek", "nested", "gemma4", "speculators")
 
 
@@ -47,6 +48,7 @@ class BlockSpec:
         k_eq_v: In the layout "gemma4": values are keys, and there is one head of them.
         embed_scale: What the file says of the factor on embeddings; None: it says nothing.
         soft_cap: What the file says of the cap on logits; None: it says nothing.
+        has_mask_embedding: A pickle has the embedding of mask tokens.
         has_swa_keys: z-lab's own keys, which make all layers slide, say what the window is.
     """
 
@@ -67,6 +69,7 @@ class BlockSpec:
     k_eq_v: bool = True
     embed_scale: float | None = None
     soft_cap: float | None = None
+    has_mask_embedding: bool = False
     has_swa_keys: bool = False
 
     @property
@@ -117,7 +120,19 @@ def write(spec: BlockSpec, target_dir: Path, out: Path) -> Path:
         tensors["embed_tokens.weight"] = embedding
         tensors["lm_head.weight"] = theirs.get("lm_head.weight", embedding).float().clone()
     save_tensors(out, tensors)
+    if spec.has_mask_embedding:
+        write_mask_embedding(spec, target, out)
     return out
+
+
+def write_mask_embedding(spec: BlockSpec, target: Mapping[str, Any], out: Path) -> None:
+    """Writes the embedding of mask tokens, as z-lab does."""
+    import torch
+
+    generator = torch.Generator().manual_seed(spec.seed)
+    embedding = torch.randn(target["hidden_size"], generator=generator)
+    contents = {"mask_token_id": target["vocab_size"] - 1, "embedding": embedding}
+    torch.save(contents, out / MASK_NAME)
 
 
 def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from block_models import BlockSpec
+from block_models import MASK_NAME, BlockSpec
 from eagle_reference import Draft, TargetReference, TargetStates
 from tiny_models import load_tensors, read_json
 
@@ -44,6 +44,10 @@ class BlockReference:
         self.theta = rope["rope_theta"]
         self.rotated = rope.get("partial_rotary_factor", 1.0)
         self.mask_token = config.get("dflash_config", config)["mask_token_id"]
+        self.mask_embedding: Tensor | None = None
+        if spec.has_mask_embedding:
+            path = directory / MASK_NAME
+            self.mask_embedding = torch.load(path, weights_only=True)["embedding"].double()
         self.room: Callable[[Sequence[int]], int] = lambda tokens: 1 << 30
 
     # ---- what a row sees -----------------------------------------------------------------------
@@ -77,6 +81,9 @@ class BlockReference:
         skipped = 0 if spec.samples_from_anchor else 1
         ids = torch.tensor([newest] + [self.mask_token] * (num_drafts - 1 + skipped))
         x = w.get("embed_tokens.weight", self.target.embedding.to(context.dtype))[ids]
+        if self.mask_embedding is not None:
+            is_mask = (ids == self.mask_token).unsqueeze(1)
+            x = torch.where(is_mask, self.mask_embedding.to(x.dtype), x)
         x = x * self.embed_scale()
         for i in range(spec.num_layers):
             name = f"layers.{i}."

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -50,7 +50,7 @@ def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
     Args:
         shapes: The shape of every tensor by name.
     """
-    prefix = "model." if "model.fc.weight" in shapes else ""
+    prefix = tensor_prefix(shapes)
     lm_head = shapes.get("lm_head.weight")
     fc = shapes.get(f"{prefix}fc.weight")
     table = shapes.get(prefix + MARKOV_TABLE)
@@ -64,6 +64,11 @@ def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
         has_qkv_bias=f"{prefix}layers.0.self_attn.q_proj.bias" in shapes,
         has_o_bias=f"{prefix}layers.0.self_attn.o_proj.bias" in shapes,
     )
+
+
+def tensor_prefix(names: Container[str]) -> str:
+    """The prefix of every tensor but the lm_head."""
+    return "model." if "model.fc.weight" in names else ""
 
 
 def without_copies(

@@ -87,6 +87,16 @@ def read_size(top: Section, block: Section) -> int:
     return (find_key("block_size", block) or top).integer("block_size", low=1, high=64)
 
 
+def read_mask_token(top: Section, block: Section, vocab_size: int) -> int:
+    """The token id of the rows behind the newest token.
+
+    Raises:
+        ModelFileError: The key is missing or has a wrong value.
+    """
+    section = find_key("mask_token_id", block) or top
+    return section.integer("mask_token_id", low=0, high=vocab_size - 1)
+
+
 def read_causality(top: Section, block: Section) -> bool | None:
     """What a file that is not one of `speculators` says of all layers; None: it says nothing."""
     for section, key in ((top, "is_causal"), (block, "causal")):

@@ -14,6 +14,7 @@ from .block_kinds import (
     find_key,
     markov_rank,
     read_causality,
+    read_mask_token,
     read_size,
     samples_from_anchor,
 )
@@ -42,7 +43,7 @@ def read_block(
         full_is_causal = stated is True
     read: dict[str, Any] = {
         "size": read_size(top, block),
-        "mask_token": _mask_token(top, block, target),
+        "mask_token": read_mask_token(top, block, target.vocab_size),
         "samples_from_anchor": samples_from_anchor(top),
         "full": {"is_causal": full_is_causal},
         "sliding": {"is_causal": sliding_is_causal, "is_anchored": is_speculators},
@@ -60,11 +61,6 @@ def read_block(
             raise section.refusal("markov_head_type", "vanilla")
         read["markov"] = {"kind": "vanilla", "rank": rank}
     return read
-
-
-def _mask_token(top: Section, block: Section, target: Target) -> int:
-    section = find_key("mask_token_id", block) or top
-    return section.integer("mask_token_id", low=0, high=target.vocab_size - 1)
 
 
 def aux_layers(

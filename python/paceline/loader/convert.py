@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
-import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
+from .binding import BoundTensor
 from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
@@ -23,20 +24,10 @@ from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter, open_drafte
 from .drafters import MTP
 from .families import check_dtype
 from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
+from .mask_row import add_mask_row
 from .pickles import convert_pickle
+from .safetensors_writer import NewTensor, float_bytes, write_safetensors
 from .tokenizer import TokenizerInfo, check_tokenizers
-
-_ITEM_BYTES: Final = {
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "U8": 1,
-    "I8": 1,
-}
 
 
 def convert(
@@ -55,6 +46,9 @@ def convert(
     There is one exception. An EAGLE draft head whose weights are a pickle, given alone and with
     `allow_pickle`, is rewritten as a checkpoint in Hugging Face layout, which loads as a drafter.
 
+    A block drafter whose folder has an embedding for mask tokens of its own, a pickle, gets a copy
+    of the target's embeddings with it.
+
     Tensors keep the bytes of the checkpoint and only change their names. The library converts them
     when it reads the folder, exactly as it does when Python loads the checkpoint. The target's
     `tokenizer.json`, `generation_config.json`, special tokens and chat templates are copied. After
@@ -69,8 +63,9 @@ def convert(
         dtype: The dtype of matrices once the folder is read: "float32", "bfloat16" or "auto".
         method: "mtp": the target's MTP layer is the drafter; or that of the drafter in `draft_dir`,
             as for `load_drafter`.
-        allow_pickle: Read the weights of an EAGLE draft head from a `pytorch_model.bin`: tensors
-            only, with torch, which must be installed.
+        allow_pickle: Read the weights of an EAGLE draft head from a `pytorch_model.bin`, and the
+            embedding of a block drafter's mask tokens from a `mask_embedding.pt`: tensors and
+            numbers only, with torch, which must be installed.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -102,11 +97,11 @@ def convert(
         draft: Checkpoint | DrafterCheckpoint | None = None
         if draft_dir is not None:
             source = CheckpointFolder(draft_dir)
-            if allow_pickle and source.has_only_pickle:
+            if allow_pickle and source.has_pickle:
                 # As large as the drafter: not in memory, where some systems keep /tmp.
                 beside = next(parent for parent in out.absolute().parents if parent.is_dir())
                 staged = tempfile.TemporaryDirectory(prefix=".paceline-", dir=beside)
-                source = convert_pickle(source, Path(stack.enter_context(staged)))
+                source = _without_pickles(source, target, Path(stack.enter_context(staged)))
             draft = _open_draft(source, target, tokenizer, dtype, method)
         elif method == MTP:
             draft = open_drafter(folder, target.as_target(), MTP)
@@ -140,6 +135,18 @@ def check_options(out_dir: str | os.PathLike[str], num_speculative_tokens: int, 
             f"{MAX_SPECULATIVE_TOKENS}"
         )
     _check_out_dir(Path(out_dir))
+
+
+def _without_pickles(source: CheckpointFolder, target: Checkpoint, out: Path) -> CheckpointFolder:
+    """The folder of a drafter with all that is a pickle in safetensors files, written to `out`."""
+    pickle = source.mask_pickle
+    if source.has_only_pickle:
+        (out / "weights").mkdir()
+        source = convert_pickle(source, out / "weights")
+    if pickle is not None:
+        (out / "embeddings").mkdir()
+        source = add_mask_row(source, pickle, target.as_target(), out / "embeddings")
+    return source
 
 
 def _open_draft(
@@ -260,42 +267,31 @@ def _write_folder(
 
 def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:
     """Writes a safetensors file with the bytes of the source files."""
-    # Wide elements first: with no gaps between tensors every one of them is aligned.
-    tensors = sorted(checkpoint.tensors, key=lambda tensor: -_ITEM_BYTES[tensor.dtype])
-    header: dict[str, Any] = {"__metadata__": {"format": "paceline"}}
-    end = 0
+    new: list[NewTensor] = []
+    for name, ids in checkpoint.ids.items():
+        data = ids.astype("<i4").tobytes()
+        new.append(NewTensor(name, "I32", ids.shape, functools.partial(iter, (data,))))
+    for tensor in checkpoint.tensors:
+        is_narrowed = checkpoint.is_narrowed(tensor)
+        new.append(
+            NewTensor(
+                tensor.spec.name,
+                "BF16" if is_narrowed else tensor.dtype,
+                tensor.spec.shape,
+                functools.partial(_chunks, tensor, is_narrowed, bar),
+            )
+        )
+    write_safetensors(path, new, {"format": "paceline"})
 
-    def describe(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
-        nonlocal end
-        offsets = [end, end + nbytes]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        end += nbytes
 
-    for name, values in checkpoint.ids.items():
-        describe(name, "I32", values.shape, values.nbytes)
-    for tensor in tensors:
-        dtype = "BF16" if checkpoint.is_narrowed(tensor) else tensor.dtype
-        describe(tensor.spec.name, dtype, tensor.spec.shape, tensor.nbytes)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for values in checkpoint.ids.values():
-            file.write(values.astype("<i4").tobytes())
-        for tensor in tensors:
-            is_narrowed = checkpoint.is_narrowed(tensor)
-            for part in tensor.shard.chunks(tensor.source):
-                file.write(_half_to_bfloat16(part) if is_narrowed else part)
-                bar.update(len(part))
+def _chunks(tensor: BoundTensor, is_narrowed: bool, bar: Any) -> Iterator[bytes]:
+    for part in tensor.shard.chunks(tensor.source):
+        yield _half_to_bfloat16(part) if is_narrowed else part
+        bar.update(len(part))
 
 
 def _half_to_bfloat16(data: bytes) -> bytes:
-    """Rounds F16 to BF16, to nearest, ties to even; NaN stays NaN and keeps its sign."""
+    """Rounds F16 to BF16."""
     import numpy as np
 
-    values = np.array(np.frombuffer(data, np.float16), np.float32)
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded[np.isnan(values)] = (bits[np.isnan(values)] >> 16) | 0x40
-    return rounded.astype("<u2").tobytes()
+    return float_bytes(np.array(np.frombuffer(data, np.float16), np.float32), "BF16")

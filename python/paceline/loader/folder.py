@@ -23,6 +23,7 @@ CONFIG_NAME: Final = "config.json"
 GENERATION_NAME: Final = "generation_config.json"
 TOKENIZER_NAME: Final = "tokenizer.json"
 PICKLE_NAME: Final = "pytorch_model.bin"
+MASK_NAME: Final = "mask_embedding.pt"
 _GENERATION: Final = "the model's generation settings"
 
 
@@ -126,11 +127,22 @@ class CheckpointFolder:
             exists(self.path / name) for name in (WEIGHTS_NAME, INDEX_NAME)
         )
 
+    @property
+    def mask_pickle(self) -> Path | None:
+        """The file with a block drafter's own embedding for mask tokens, if there is one."""
+        path = self.path / MASK_NAME
+        return path if exists(path) else None
+
+    @property
+    def has_pickle(self) -> bool:
+        """Whether a pickle would have to be read."""
+        return self.has_only_pickle or self.mask_pickle is not None
+
     def check_no_pickle(self) -> None:
-        """Refuses weights that are a pickle only.
+        """Refuses a folder of which a pickle would have to be read.
 
         Raises:
-            ModelFileError: They are; the message names the cure.
+            ModelFileError: It is one; the message names the cure.
         """
         if self.has_only_pickle:
             raise ModelFileError(
@@ -138,6 +150,13 @@ class CheckpointFolder:
                 "is read and is never loaded directly; expected model.safetensors. An EAGLE "
                 "draft head is converted once, weights only: paceline convert --allow-pickle "
                 f"{self.path} OUT"
+            )
+        if self.mask_pickle is not None:
+            raise ModelFileError(
+                f"{self.mask_pickle}: the embedding of mask tokens is a pickle, which may run code "
+                "when it is read and is never loaded directly. The drafter is converted once with "
+                "its target, tensors only: paceline convert --allow-pickle TARGET OUT --draft "
+                f"{self.path}"
             )
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paceline convert --allow-pickle`: reads an EAGLE draft head from a pickle, weights only.
+"""`paceline convert --allow-pickle`: reads pickles, weights only.
+
+They are the tensors of an EAGLE draft head, and the embedding of a block drafter's mask tokens.
 
 This is the only file that imports torch. Its weights-only reader builds tensors and refuses a
 pickle that asks for anything else.
@@ -7,9 +9,8 @@ pickle that asks for anything else.
 
 from __future__ import annotations
 
-import json
+import functools
 import os
-import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +21,13 @@ from paceline._core import ModelFileError
 from .drafter_checkpoint import DRAFT_MODEL, detect_method
 from .files import open_regular, read_file
 from .folder import CONFIG_NAME, PICKLE_NAME, TOKENIZER_NAME, CheckpointFolder
+from .safetensors_writer import NewTensor, write_safetensors
 from .section import MAX_CONFIG_BYTES
 from .weight_files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 # The dtypes that the loader reads; `d2t` and `t2d` are integers.
@@ -73,7 +77,49 @@ def convert_pickle(source: CheckpointFolder, out: Path) -> CheckpointFolder:
     return written
 
 
-def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+def read_mask_embedding(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
+    """Reads a block drafter's own embedding for mask tokens.
+
+    Args:
+        path: The file `mask_embedding.pt`.
+
+    Returns:
+        The token id, and the embedding [hidden size].
+
+    Raises:
+        ModelFileError: The file holds anything else, or is damaged.
+        NotImplementedError: torch is not installed.
+    """
+    import numpy as np
+
+    values = _load(path)
+    import torch
+
+    keys = ("mask_token_id", "embedding")
+    if not isinstance(values, Mapping) or set(values) != set(keys):
+        seen = f"keys {sorted(map(str, values))}" if isinstance(values, Mapping) else f"{values!r}"
+        raise ModelFileError(
+            f"{path}: holds {type(values).__name__}, {seen:.80}; expected a dict with the keys "
+            f"{keys[0]!r} and {keys[1]!r}"
+        )
+    token, embedding = (values[key] for key in keys)
+    if isinstance(token, torch.Tensor) and token.numel() == 1 and not token.is_floating_point():
+        token = token.item()
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise ModelFileError(f"{path}: {keys[0]!r} is {token!r:.80}; expected a token id")
+    is_floating = isinstance(embedding, torch.Tensor) and embedding.is_floating_point()
+    if not is_floating or embedding.squeeze().ndim != 1 or embedding.numel() > path.stat().st_size:
+        shape = list(embedding.shape) if isinstance(embedding, torch.Tensor) else embedding
+        raise ModelFileError(
+            f"{path}: {keys[1]!r} is {type(embedding).__name__} {shape!r:.80}; expected a tensor "
+            "of floating-point numbers with one dimension"
+        )
+    flat = embedding.detach().float().reshape(-1).contiguous()
+    return token, np.asarray(flat.numpy(), np.float32)
+
+
+def _load(path: Path) -> Any:
+    """What a pickle holds, read weights only."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -85,12 +131,18 @@ def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
     if not zipfile.is_zipfile(path):
         raise ModelFileError(f"{path}: not a zip file; expected one that torch.save wrote")
     try:
-        tensors: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelFileError(
             f"{path}: cannot be read weights-only ({type(error).__name__}): {lines[0]:.300}"
         ) from error
+
+
+def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+    tensors = _load(path)
+    import torch
+
     if not isinstance(tensors, Mapping) or not tensors:
         raise ModelFileError(
             f"{path}: holds {type(tensors).__name__} {tensors!r:.60}; expected a dict of tensors"
@@ -117,26 +169,20 @@ def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
 
 def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
     """Writes tensors without converting them."""
-    import torch
 
-    # Wide elements first: with no gaps between tensors every one of them is aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "from": source.name}}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        nbytes = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[str(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + nbytes],
-        }
-        end += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for name in order:
-            flat = tensors[name].detach().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+    def chunks(tensor: torch.Tensor) -> list[memoryview]:
+        import torch
+
+        flat = tensor.detach().contiguous().reshape(-1)
+        return [flat.view(torch.uint8).numpy().data]
+
+    new = [
+        NewTensor(
+            name,
+            _DTYPES[str(tensor.dtype)],
+            tuple(tensor.shape),
+            functools.partial(chunks, tensor),
+        )
+        for name, tensor in tensors.items()
+    ]
+    write_safetensors(path, new, {"format": "pt", "from": source.name})
