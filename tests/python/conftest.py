@@ -13,10 +13,12 @@ import pytest
 
 import assistant_models
 import assistant_pair
+import block_models
 import eagle_models
 import eagle_pair
 import tiny_models
 from assistant_models import AssistantSpec
+from block_models import BlockSpec
 from eagle_models import EagleSpec
 from paceline import LLM, AsyncLLM
 from tiny_models import TinySpec, make
@@ -81,13 +83,24 @@ def assistant(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+#: Rows that predict the token at their own position, or the next one; full and sliding layers.
+BLOCKS = {
+    "dflash": BlockSpec("z-lab", window=9, num_layers=3),
+    "dspark": BlockSpec("speculators", window=6, markov_rank=8),
+}
+
+
 @pytest.fixture
 def pair_of(
     tmp_path: Path, draft_head: Callable[..., Path], assistant: Callable[..., Path]
 ) -> Callable[[str], tuple[Path, Path]]:
-    """Writes a target and a drafter of a kind: "draft_model", "gemma4_mtp", or a draft head's."""
+    """Writes a target and a drafter of a kind: "draft_model", "gemma4_mtp", a draft head's, or one
+    of `BLOCKS`."""
 
     def write(kind: str) -> tuple[Path, Path]:
+        if kind in BLOCKS:
+            target = make(eagle_pair.TARGET)
+            return target, block_models.write(BLOCKS[kind], target, tmp_path / kind)
         target = make(assistant_pair.TARGET if kind == "gemma4_mtp" else eagle_pair.TARGET)
         if kind == "draft_model":
             return target, tiny_models.perturbed_copy(target, tmp_path / "draft", noise=0.02)

@@ -41,7 +41,7 @@ TARGETS = {
     "mixture": TinySpec("gpt_oss", seed=4),
     "latent": TinySpec("glm4_moe_lite", seed=5),
 }
-DRAFTERS = ("draft_model", "eagle", "eagle3", "gemma4_mtp")
+DRAFTERS = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "dflash", "dspark")
 A = [(7 * i + 3) % 100 for i in range(70)]
 B = [(5 * i + 1) % 100 for i in range(66)]
 

@@ -120,7 +120,10 @@ def test_formats_with_scales_equal_their_folders(format: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3", "speculators", "gemma4_mtp"])
+@pytest.mark.parametrize(
+    "kind",
+    ["draft_model", "eagle", "eagle3", "speculators", "gemma4_mtp", "dflash", "dspark"],
+)
 def test_drafters_equal_their_folders(
     kind: str,
     dtype: str,

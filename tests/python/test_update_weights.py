@@ -50,7 +50,9 @@ def other(tensors: dict[str, torch.Tensor], seed: int = 9) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram"])
+@pytest.mark.parametrize(
+    "kind", ["draft_model", "eagle", "eagle3", "gemma4_mtp", "dflash", "dspark", "ngram"]
+)
 def test_as_a_new_llm(
     kind: str,
     dtype: str,

@@ -392,8 +392,8 @@ size_t SimulatedDevice::cell(const Slot& slot, size_t group, int32_t position,
 }
 
 uint64_t SimulatedDevice::content(const Slot& slot, KvOwner owner, int32_t position) const {
-  const bool looks_ahead = owner == KvOwner::kDraft && script_.first_rows == FirstRows::kWindow;
-  return slot.owner.output->prefix(position + (looks_ahead ? 1 : 0));
+  const int32_t lookahead = owner == KvOwner::kDraft ? script_.options.kv_lookahead : 0;
+  return slot.owner.output->prefix(position + lookahead);
 }
 
 }  // namespace paceline::testing

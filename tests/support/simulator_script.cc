@@ -282,7 +282,9 @@ SimulationScript make_script(uint64_t seed) {
   vary_drafts(script);
   const uint64_t rows = mix(seed + 78);
   if (rows % 3 == 0) script.least_prompt_rows = 1 + static_cast<int32_t>(rows / 3 % 12);
-  script.options.kv_lookahead = script.first_rows == FirstRows::kWindow ? 1 : 0;
+  // A draft head, or a block drafter, whose KV does not depend on the next token.
+  script.options.follows_hidden = script.first_rows == FirstRows::kWindow;
+  script.options.kv_lookahead = script.options.follows_hidden && mix(seed + 79) % 3 > 0 ? 1 : 0;
   int32_t longest = 0;
   for (const SimulatedRequest& request : script.requests) {
     longest = std::max(longest, request.limit());

@@ -149,6 +149,8 @@ PromptRows prompt_rows(const ExecutorOptions& o) {
 EngineOptions engine_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
   const IterationOptions iteration = iteration_options(o, target, draft);
   const FirstRows first_rows = iteration.shape.first_rows;
+  const SpecTraits traits =
+      traits_for(draft != nullptr ? &draft->config : nullptr, iteration.model_free);
   const int32_t num_kept = iteration.kept_hidden_tokens;
   EngineOptions options = {
       .shape = iteration.shape,
@@ -166,7 +168,8 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
                     .max_exact_missed = num_kept > 0 ? num_kept - 1 : INT32_MAX,
                     .max_in_flight = max_in_flight(o),
                     .enable_prefix_caching = o.enable_prefix_caching,
-                    .kv_lookahead = first_rows == FirstRows::kWindow ? 1 : 0,
+                    .kv_lookahead = traits.kv_looks_ahead ? 1 : 0,
+                    .follows_hidden = first_rows == FirstRows::kWindow,
                     .max_adopted_tokens = max_adopted_tokens(o)},
       .max_model_len = o.max_model_len,
       .vocab_size = target.config.vocab_size,

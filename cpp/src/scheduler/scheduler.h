@@ -56,6 +56,9 @@ struct SchedulerOptions {
   bool enable_prefix_caching = false;
   // 1 if the drafter's KV at a position depends on the next token, too; else 0.
   int32_t kv_lookahead = 0;
+  // Whether the drafter's KV of a token comes from the target's hidden state, which the newest
+  // token does not have.
+  bool follows_hidden = false;
   // Maximum tokens that the sequences of one iteration take over from the prefix cache; at least
   // the length of the longest sequence.
   int32_t max_adopted_tokens = 0;

@@ -66,7 +66,7 @@ void Scheduler::catch_up(PlannedSequence& rows, bool is_bounded, int32_t& room) 
   }
   rows.num_drafts = 0;
   rows.num_missed = room;
-  rows.catch_up_start = sequence.num_followed - options_.kv_lookahead;
+  rows.catch_up_start = sequence.num_followed - (options_.follows_hidden ? 1 : 0);
   sequence.num_followed += room;
   sequence.num_missed -= room;
   sequence.has_holes |= missed > options_.max_exact_missed;
@@ -89,7 +89,7 @@ void Scheduler::plan_drafts(IterationPlan& plan) const {
   plan.is_whole = true;
   plan.has_prefill = std::any_of(plan.sequences.begin(), plan.sequences.end(),
                                  [](const auto& rows) { return rows.kind != RowKind::kDecode; });
-  const bool follows_beside_chunks = plan.has_prefill && options_.kv_lookahead > 0;
+  const bool follows_beside_chunks = plan.has_prefill && options_.follows_hidden;
   // Rows of the first pass: each sequence has its own, and may have those of missed tokens before.
   int32_t room = options_.max_num_batched_tokens;
   for (const PlannedSequence& rows : plan.sequences) room -= rows.num_rows;

@@ -24,6 +24,7 @@ namespace paceline {
 struct SpecTraits {
   bool drafts = false;                      // proposes drafts
   bool owns_kv_groups = false;              // has its own KV cache
+  bool kv_looks_ahead = false;              // its KV at a position depends on the next token, too
   bool takes_target_hidden = false;         // its first pass reads hidden states of the target
   bool feeds_hidden_back = false;           // a draft step passes its hidden state to the next
   bool advances_positions = false;          // each draft step is one position further
@@ -57,6 +58,7 @@ struct DraftModelSpeculator {
 struct EagleSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .owns_kv_groups = true,
+                                      .kv_looks_ahead = true,
                                       .takes_target_hidden = true,
                                       .feeds_hidden_back = true,
                                       .advances_positions = true,
