@@ -72,13 +72,24 @@ inline TinyModel llama_of(std::vector<int32_t> windows) {
   return model;
 }
 
+// The block of a block drafter of tests.
+struct TinyBlock {
+  int32_t size = 17;
+  int32_t mask_token = 4;
+  bool samples_from_anchor = false;
+  bool full_is_causal = false;
+  bool sliding_is_causal = true;
+  bool is_anchored = false;
+  int32_t markov_rank = 0;  // 0: DFlash
+};
+
 // A draft head of tests, besides the decoder of its layers. Its `windows` have an entry for each
 // layer of the head.
 struct TinyDraftHead {
   TinyModel decoder = llama_of({0});
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 32;
-  std::vector<int32_t> aux_layers = {0, 1, 2};  // kEagle3
+  std::vector<int32_t> aux_layers = {0, 1, 2};  // kEagle3, kBlock
   bool norm_before_residual = false;
   bool norm_before_fc = false;
   bool fc_norm = false;
@@ -89,21 +100,40 @@ struct TinyDraftHead {
   int32_t draft_vocab_size = 64;
   int32_t num_centroids = 0;  // kGemma4Mtp: 0 for a head over all tokens
   int32_t top_centroids = 0;
+  TinyBlock block = {};  // kBlock
 };
+
+inline std::string block_config_json(const TinyBlock& block) {
+  const auto boolean = [](bool value) { return value ? "true" : "false"; };
+  std::ostringstream out;
+  out << R"(,"block":{"size":)" << block.size << R"(,"mask_token":)" << block.mask_token
+      << R"(,"samples_from_anchor":)" << boolean(block.samples_from_anchor)
+      << R"(,"full":{"is_causal":)" << boolean(block.full_is_causal)
+      << R"(},"sliding":{"is_causal":)" << boolean(block.sliding_is_causal) << R"(,"is_anchored":)"
+      << boolean(block.is_anchored) << "}";
+  if (block.markov_rank > 0) {
+    out << R"(,"markov":{"kind":"vanilla","rank":)" << block.markov_rank << "}";
+  }
+  out << "}";
+  return out.str();
+}
 
 inline std::string head_config_json(const TinyDraftHead& head) {
   const auto boolean = [](bool value) { return value ? "true" : "false"; };
   const bool is_eagle3 = head.kind == DrafterKind::kEagle3;
   const bool is_mtp = head.kind == DrafterKind::kGemma4Mtp;
   const bool is_eagle = head.kind == DrafterKind::kEagle;
+  const bool is_block = head.kind == DrafterKind::kBlock;
   std::ostringstream out;
   out << R"(,"drafter":{"kind":")"
-      << (is_mtp      ? "gemma4_mtp"
+      << (is_block    ? (head.block.markov_rank > 0 ? "dspark" : "dflash")
+          : is_mtp    ? "gemma4_mtp"
           : is_eagle3 ? "eagle3"
           : is_eagle  ? "eagle"
                       : "mtp")
       << R"(","target_hidden_size":)" << head.target_hidden;
-  if (is_eagle3) {
+  if (is_block) out << block_config_json(head.block);
+  if (is_eagle3 || is_block) {
     out << R"(,"aux_layers":[)";
     for (size_t i = 0; i < head.aux_layers.size(); ++i) {
       out << (i > 0 ? "," : "") << head.aux_layers[i];
@@ -156,6 +186,11 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
       shapes["fc_norm." + std::to_string(i) + ".weight"] = {d->target_hidden};
     }
     if (d->kind == DrafterKind::kEagle3) shapes["layers.0.hidden_norm.weight"] = {hidden};
+    if (d->kind == DrafterKind::kBlock) shapes["hidden_norm.weight"] = {hidden};
+    if (const int64_t rank = d->block.markov_rank; rank > 0) {
+      shapes["markov.table.weight"] = {c.vocab_size, rank};
+      shapes["markov.weight"] = {d->draft_vocab_size, rank};
+    }
     if (d->kind == DrafterKind::kGemma4Mtp) shapes["feedback.weight"] = {d->target_hidden, hidden};
     if (d->centroids.count > 0) shapes["centroids.weight"] = {d->centroids.count, hidden};
   }

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+// Block drafters: alignment against oracles, KV after rejections, output equal to plain output.
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <paceline/error.h>
+#include <paceline/executor.h>
+
+#include "cpp/engine_options.h"
+#include "cpp/equality_checks.h"
+#include "ops/ops.h"
+#include "speculate/row_ops.h"
+#include "support/block_oracle.h"
+#include "support/draft_head_checks.h"
+#include "support/jobs.h"
+#include "support/planted_acceptance.h"
+#include "support/raw_models.h"
+
+namespace paceline {
+namespace {
+
+using testing::block_oracle;
+using testing::block_oracle_target;
+using testing::BlockOracle;
+using testing::BlockSource;
+using testing::expect_equals_plain;
+using testing::Job;
+using testing::llama_of;
+using testing::mix_sampling;
+using testing::Outcome;
+using testing::Pick;
+using testing::planted_acceptance;
+using testing::random_jobs;
+using testing::random_raw_head;
+using testing::random_raw_model;
+using testing::RawModel;
+using testing::run;
+using testing::seed_from_env;
+using testing::small_engine_options;
+using testing::Tally;
+using testing::tiny_config_json;
+using testing::TinyBlock;
+using testing::TinyDraftHead;
+
+// Drafters that together use every switch, for targets of hidden size 32 with at least 3 layers.
+// Their blocks have room for 16 drafts.
+std::vector<TinyDraftHead> all_block_drafters() {
+  constexpr auto kBlock = DrafterKind::kBlock;
+  testing::TinyModel biased = llama_of({0, 5});
+  biased.has_bias = true;
+  testing::TinyModel narrow = llama_of({7, 0});
+  narrow.hidden = 16;
+  narrow.num_kv_heads = 1;
+  return {
+      {.decoder = llama_of({0}), .kind = kBlock},
+      {.decoder = llama_of({9, 0, 12}), .kind = kBlock, .aux_layers = {0, 2}},
+      {.decoder = biased,
+       .kind = kBlock,
+       .aux_layers = {1},
+       .block = {.full_is_causal = true, .sliding_is_causal = false}},
+      {.decoder = llama_of({6, 0}),
+       .kind = kBlock,
+       .block = {.samples_from_anchor = true, .is_anchored = true, .markov_rank = 8}},
+      {.decoder = llama_of({8, 3}),
+       .kind = kBlock,
+       .block = {.samples_from_anchor = true,
+                 .sliding_is_causal = false,
+                 .is_anchored = true,
+                 .markov_rank = 32}},
+      {.decoder = narrow,
+       .kind = kBlock,
+       .owns_embedding = true,
+       .owns_lm_head = true,
+       .draft_vocab_size = 40,
+       .block = {.markov_rank = 5}},
+  };
+}
+
+RawModel random_target(uint64_t seed) {
+  return random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}),
+                          seed);
+}
+
+std::vector<BlockOracle> all_oracles() {
+  std::vector<BlockOracle> oracles;
+  for (const BlockSource source :
+       {BlockSource::kNewest, BlockSource::kContext, BlockSource::kChain}) {
+    for (const bool from_anchor : {false, true}) {
+      const TinyBlock block{.samples_from_anchor = from_anchor};
+      TinyBlock other = block;
+      other.full_is_causal = true;
+      other.sliding_is_causal = false;
+      other.is_anchored = true;
+      oracles.push_back({source, {0}, block});
+      oracles.push_back({source, {20, 0}, block});
+      oracles.push_back({source, {0, 20}, other});
+      // The last row sees the token before the block as the oldest one of its window.
+      oracles.push_back({source, {18}, block});
+      oracles.push_back({source, {18}, other});
+    }
+  }
+  return oracles;
+}
+
+TEST(BlockDrafter, OraclesAreAlwaysRight) {
+  int64_t preemptions = 0;
+  const RawModel raw = block_oracle_target();
+  const auto target = raw.build();
+  uint64_t cell = 0;
+  for (const BlockOracle& oracle : all_oracles()) {
+    const auto drafter = block_oracle(oracle, raw).build();
+    for (const double temperature : {0.0, 1.0}) {
+      // A sampled token is not a function of the token before.
+      if (temperature > 0 && oracle.source != BlockSource::kChain) continue;
+      for (const int32_t k : {1, 4, 5, 16}) {
+        std::mt19937_64 random(11 + cell);
+        ExecutorOptions options = small_engine_options(k);
+        options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
+        options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                          DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+        options.device_lateness = static_cast<int32_t>(cell % 3);
+        options.block_size = cell % 5 == 0 ? 3 : 8;
+        options.poison_freed_blocks = true;
+        if (cell % 2 == 1) options.kv_cache_bytes = 600 << 10;  // forces preemption
+        ++cell;
+        Executor executor(target, drafter, options);
+        int64_t drafted = 0;
+        for (const Outcome& o : run(executor, random_jobs(random, 12, 64, temperature, 60, 60))) {
+          EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens)
+              << "source " << static_cast<int>(oracle.source) << " window " << oracle.windows[0]
+              << " anchor " << oracle.block.samples_from_anchor << " k " << k << " T "
+              << temperature;
+          drafted += o.counters.num_draft_tokens;
+        }
+        EXPECT_GT(drafted, 0);
+        EXPECT_EQ(executor.check_integrity(), "");
+        preemptions += executor.stats().num_preemptions;
+      }
+    }
+  }
+  EXPECT_GT(preemptions, 20);
+}
+
+TEST(BlockDrafter, PlantedFaultsGoRed) {
+  const auto sound = [](CpuRunner&, Program&) {};
+  // The hidden state of the next row, which after the last accepted one is a rejected draft's.
+  const auto shifts_hidden = [](CpuRunner& runner, Program& program) {
+    const HiddenTaps& taps = runner.buffers().target_hidden;
+    for (GemmParams* p : program.params_of<GemmParams>(gemm)) {
+      if (p->x == taps.data) p->x = static_cast<const float*>(p->x) + p->x_stride;
+    }
+  };
+  // A token of the vocabulary in place of the mask token.
+  const auto other_mask = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<AssembleBlockRowsParams>(assemble_block_rows)) {
+      p->mask_token = 2;
+    }
+  };
+  // The token before the newest one.
+  const auto older_token = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<AssembleBlockRowsParams>(assemble_block_rows)) {
+      --p->sequences.history;
+    }
+  };
+  // The row before the one that predicts.
+  const auto earlier_row = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<AssembleBlockRowsParams>(assemble_block_rows)) {
+      --p->first_predicting_row;
+    }
+  };
+  // The noise of the row's position where that of the next one is drawn.
+  const auto shifts_noise = [](CpuRunner& runner, Program& program) {
+    for (DrawParams* p : program.params_of<DrawParams>(draw)) {
+      if (p->positions == runner.buffers().blocks.rows.positions) p->draw_ahead ^= 1;
+    }
+  };
+  // Every draft follows the newest token.
+  const auto breaks_chain = [](CpuRunner& runner, Program& program) {
+    for (EmbedParams* p : program.params_of<EmbedParams>(embed)) {
+      const int32_t* const tokens = runner.buffers().blocks.tokens;
+      if (p->token_ids > tokens && p->token_ids < tokens + 8 * 5) p->token_ids = tokens;
+    }
+  };
+  const RawModel raw = block_oracle_target();
+  const auto target = raw.build();
+  for (const bool from_anchor : {false, true}) {
+    const auto acceptance = [&](BlockSource source, double temperature, const auto& plant) {
+      const BlockOracle oracle{source, {20, 0}, {.samples_from_anchor = from_anchor}};
+      return planted_acceptance(target, block_oracle(oracle, raw).build(), temperature, plant);
+    };
+    EXPECT_EQ(acceptance(BlockSource::kNewest, 0, sound), 1);
+    EXPECT_EQ(acceptance(BlockSource::kContext, 0, sound), 1);
+    EXPECT_EQ(acceptance(BlockSource::kChain, 1, sound), 1);
+    EXPECT_LT(acceptance(BlockSource::kContext, 0, shifts_hidden), 0.9);
+    EXPECT_LT(acceptance(BlockSource::kNewest, 0, other_mask), 0.9);
+    EXPECT_LT(acceptance(BlockSource::kNewest, 0, older_token), 0.9);
+    EXPECT_LT(acceptance(BlockSource::kChain, 1, shifts_noise), 0.9);
+    EXPECT_LT(acceptance(BlockSource::kChain, 1, breaks_chain), 0.9);
+    if (!from_anchor) {
+      EXPECT_LT(acceptance(BlockSource::kNewest, 0, earlier_row), 0.9);
+    }
+  }
+}
+
+TEST(BlockDrafter, DraftKvDoesNotDependOnRejectedOrMissedDrafts) {
+  const uint64_t first_seed = seed_from_env(1);
+  int64_t rejected = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 18 && !HasFatalFailure(); ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    const std::vector<TinyDraftHead> drafters = all_block_drafters();
+    const auto target = random_target(seed).build();
+    const auto drafter = random_raw_head(drafters[seed % drafters.size()], seed + 1).build();
+    for (const bool catches_up : {false, true}) {
+      testing::check_draft_kv(target, drafter, seed, &rejected, catches_up);
+    }
+  }
+  EXPECT_GT(rejected, 500);
+}
+
+TEST(BlockDrafter, EveryDriverLeavesTheSameBits) {
+  uint64_t seed = 0;
+  for (const TinyDraftHead& shape : all_block_drafters()) {
+    SCOPED_TRACE("drafter " + std::to_string(seed));
+    const auto target = random_target(seed).build();
+    const auto drafter = random_raw_head(shape, seed).build();
+    for (const AcceptMethod method :
+         {AcceptMethod::kCoupled, AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+      testing::check_drivers(target, drafter, seed, method);
+    }
+    ++seed;
+  }
+}
+
+TEST(BlockDrafter, SpeculativeEqualsPlain) {
+  const uint64_t first_seed = seed_from_env(1);
+  Tally tally;
+  for (uint64_t seed = first_seed; seed < first_seed + 36; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const Pick pick{random};
+    // Oracles in half of the cases, since random drafters are rarely right.
+    const bool is_oracle = seed % 2 == 0;
+    const std::vector<TinyDraftHead> drafters = all_block_drafters();
+    const std::vector<BlockOracle> oracles = all_oracles();
+    const RawModel raw = is_oracle ? block_oracle_target() : random_target(seed / 2);
+    const RawModel drafter = is_oracle
+                                 ? block_oracle(oracles[random() % oracles.size()], raw)
+                                 : random_raw_head(drafters[seed / 2 % drafters.size()], seed + 1);
+    const double temperature = pick(0.0, 0.7, 1.0);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
+    expect_equals_plain({.target = raw.build(),
+                         .drafter = drafter.build(),
+                         .jobs = jobs,
+                         .temperature = temperature,
+                         .small_pool_bytes = (is_oracle ? 600 : 260) << 10},
+                        random, seed, tally);
+  }
+  tally.expect_all();
+}
+
+TEST(BlockDrafter, MoreDraftsThanTheBlockAreRefused) {
+  const auto target = random_target(1).build();
+  const auto message = [&](const TinyBlock& block, int32_t k) -> std::string {
+    const TinyDraftHead shape{
+        .decoder = llama_of({0}), .kind = DrafterKind::kBlock, .block = block};
+    try {
+      Executor executor(target, random_raw_head(shape, 2).build(), small_engine_options(k));
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(message({.size = 5}, 4), "");
+  EXPECT_NE(message({.size = 5}, 5).find("allowed: 1 to 4"), std::string::npos);
+  EXPECT_EQ(message({.size = 5, .samples_from_anchor = true}, 5), "");
+  EXPECT_NE(message({.size = 5, .samples_from_anchor = true}, 6).find("allowed: 1 to 5"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace paceline

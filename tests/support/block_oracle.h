@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Block drafters whose every draft is right, for the target of oracle.h, whose next token is a
+// function f of the current one. Head h of their first layer sees distance h alone: queries and
+// keys are constants that rotation turns, with phases that cancel there. Its output is f^h of the
+// token at that distance.
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "support/oracle.h"
+#include "support/raw_models.h"
+
+namespace paceline::testing {
+
+// Where an oracle finds the token that it starts from.
+enum class BlockSource {
+  kNewest,   // the first row of the block
+  kContext,  // the hidden state of the token before; right at temperature 0
+  kChain,    // the token before each draft, by the Markov head; right at any temperature
+};
+
+struct BlockOracle {
+  BlockSource source = BlockSource::kNewest;
+  std::vector<int32_t> windows = {0};
+  TinyBlock block = {};
+};
+
+// The target of block oracles. Its vocabulary is reduced, so that the mask token is never drawn.
+inline RawModel block_oracle_target() { return oracle_target(/*is_reduced=*/true); }
+
+inline RawModel block_oracle(const BlockOracle& o, const RawModel& target) {
+  constexpr size_t kSize = kOracleVocab;
+  // Elements of the residual stream: the token of a block's row, then the token of a context row
+  // or the output of a block's row, a constant, and one that makes the norm of mask rows the same.
+  constexpr size_t kConstant = 2 * kSize;
+  constexpr size_t kFill = kConstant + 1;
+  const auto num_heads = static_cast<size_t>(o.block.size + 1);
+  TinyDraftHead shape{.decoder = oracle_decoder(o.windows),
+                      .kind = DrafterKind::kBlock,
+                      .target_hidden = kOracleVocab,
+                      .aux_layers = {1},
+                      .owns_embedding = true,
+                      .owns_lm_head = true,
+                      .block = o.block};
+  shape.decoder.hidden = 2 * kOracleVocab + 8;
+  shape.decoder.num_qo_heads = static_cast<int32_t>(num_heads);
+  if (o.source == BlockSource::kChain) shape.block.markov_rank = kOracleVocab;
+  RawModel m = random_raw_model(head_config_json(shape), 6);
+  for (auto& [name, tensor] : m.tensors) {
+    const bool is_norm = name.find("norm") != std::string::npos;
+    std::fill(tensor.values.begin(), tensor.values.end(), is_norm ? 1.0f : 0.0f);
+  }
+  const auto set = [&](const std::string& name, size_t row, size_t col, float value) {
+    RawTensor& tensor = m.at(name);
+    tensor.values[row * static_cast<size_t>(tensor.shape[1]) + col] = value;
+  };
+  const auto mask = static_cast<size_t>(o.block.mask_token);
+  for (size_t t = 0; t < kSize; ++t) {
+    set("embed.weight", t, kConstant, 1);
+    set("embed.weight", t, t == mask ? kFill : t, 1);
+    set("lm_head.weight", t, kSize + t, 1);
+    // The target's embeddings are sqrt(kSize) e_t.
+    set("fc.weight", kSize + t, t, 0.125f);
+    set("fc.weight", kConstant, t, 0.125f);
+  }
+  if (o.source == BlockSource::kChain) {
+    for (size_t t = 0; t < kSize; ++t) set("markov.table.weight", t, t, 1);
+    m.at("markov.weight") = target.at("lm_head.weight");
+    for (float& value : m.at("markov.weight").values) value *= std::sqrt(float{kSize});
+    return m;
+  }
+  const double theta = o.windows[0] > 0 ? 1e4 : 1e5;  // as tiny_config_json has them
+  const size_t first = o.source == BlockSource::kContext ? kSize : 0;
+  for (size_t t = 0; t < kSize; ++t) set("layers.0.attn.v.weight", t, first + t, 1);
+  for (size_t i = 0; i < kSize / 2; ++i) {
+    const double frequency = std::pow(theta, -2.0 * static_cast<double>(i) / kSize);
+    constexpr double kSharp = 2.5;
+    set("layers.0.attn.k.weight", i, kConstant, static_cast<float>(kSharp));
+    for (size_t h = 0; h < num_heads; ++h) {
+      const double phase = frequency * static_cast<double>(h);
+      set("layers.0.attn.q.weight", h * kSize + i, kConstant,
+          static_cast<float>(kSharp * std::cos(phase)));
+      set("layers.0.attn.q.weight", h * kSize + kSize / 2 + i, kConstant,
+          static_cast<float>(-kSharp * std::sin(phase)));
+    }
+  }
+  for (size_t t = 0; t < kSize; ++t) {
+    auto token = static_cast<int64_t>(t);
+    if (o.block.samples_from_anchor) token = oracle_next(true, token);
+    for (size_t h = 0; h < num_heads; ++h) {
+      // At larger distances are older tokens of the context, or no tokens: then a head sees the
+      // nearest one. The nearest head that sees a token counts most.
+      const double weight = std::pow(0.25, static_cast<double>(h));
+      set("layers.0.attn.o.weight", kSize + static_cast<size_t>(token), h * kSize + t,
+          static_cast<float>(weight));
+      token = oracle_next(true, token);
+    }
+  }
+  return m;
+}
+
+}  // namespace paceline::testing
