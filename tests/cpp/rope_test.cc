@@ -155,6 +155,8 @@ INSTANTIATE_TEST_SUITE_P(
         RopeCase{4, 2, 64, DType::kBFloat16, true, KvInputs::kKeysAndValues, true},
         RopeCase{4, 2, 34, DType::kFloat32, true, KvInputs::kKeys, true},
         RopeCase{4, 1, 512, DType::kBFloat16, true, KvInputs::kKeys, false},
+        RopeCase{0, 1, 512, DType::kBFloat16, true, KvInputs::kKeys, true},
+        RopeCase{0, 2, 34, DType::kFloat32, true, KvInputs::kKeysAndValues, false},
         RopeCase{4, 2, 64, DType::kFloat32, true, KvInputs::kNone}));
 
 TEST(QkNormRopeAppend, ZeroFrequenciesLeaveTheirPairsAlone) {

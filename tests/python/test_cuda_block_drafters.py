@@ -82,6 +82,8 @@ def test_rejection_at_temperature_0(
         assert all(generate(llm, 1.0))
 
 
-@pytest.mark.parametrize("case", ["z-lab, causal windows", "speculators dspark, fewer ids"])
+@pytest.mark.parametrize(
+    "case", ["z-lab, causal windows", "speculators dspark, fewer ids", "gemma4"]
+)
 def test_drafts_are_those_of_the_equations(case: str) -> None:
     check(case, CASES[case][1].max_drafts, device="cuda")

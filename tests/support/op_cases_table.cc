@@ -251,6 +251,11 @@ void add_ropes(TableBuilder& table) {
     add({8, 1, 512, 16, dtype, true, KvInputs::kNone});
     add({4, 2, 34, 5, dtype, true, KvInputs::kNone});
     add({4, 2, 128, 1, dtype, true, KvInputs::kNone}, true);
+    // The context of a block drafter has keys and values alone.
+    add({0, 8, 128, 16, dtype, true});
+    add({0, 1, 512, 16, dtype, true, KvInputs::kKeys, true});
+    add({0, 2, 34, 5, dtype, true, KvInputs::kKeys, true});
+    add({0, 2, 128, 1, dtype, true, KvInputs::kKeysAndValues, true}, true);
     // Gemma 4 MTP may stand one position past its last key. The offset is that of k as well.
     add({4, 1, 256, 16, dtype, true, KvInputs::kNone, false, 1});
     add({4, 2, 34, 5, dtype, true, KvInputs::kNone, false, 1});

@@ -70,20 +70,22 @@ def read_block_layers(top: Section, layer: Section, block: Section, target: Targ
         raise layer.refusal("model_type", "qwen3")
     sizes = read_sizes(layer, vocab=target.vocab_size, head_dim=128, max_position=32_768, eps=1e-6)
     layer_types = _layer_types(top, layer, block, sizes.layers)
-    window = 0
-    if SLIDING in layer_types:
-        stated = find_key("swa_window_size", block, top)
-        window = layer.integer("sliding_window") if layer.has("sliding_window") else 0
-        if stated is not None:
-            size = stated.integer("swa_window_size")
-            if window not in (0, size):
-                raise stated.error(
-                    "swa_window_size",
-                    f'{window}, as "{layer.name("sliding_window")}" says, or one of the two keys',
-                )
-            window = size
-        window = window or layer.integer("sliding_window")
+    window = _read_window(top, layer, block) if SLIDING in layer_types else 0
     return BlockLayers(sizes, same_layers(sizes, layer_types), window, is_gemma4=False)
+
+
+def _read_window(top: Section, layer: Section, block: Section) -> int:
+    stated = find_key("swa_window_size", block, top)
+    if stated is None:
+        return layer.integer("sliding_window")
+    window = stated.integer("swa_window_size")
+    if layer.has("sliding_window") and layer.integer("sliding_window") != window:
+        raise stated.error(
+            "swa_window_size",
+            f'{layer.integer("sliding_window")}, as "{layer.name("sliding_window")}" says, or one '
+            "of the two keys",
+        )
+    return window
 
 
 def _layer_types(top: Section, layer: Section, block: Section, num_layers: int) -> tuple[str, ...]:
