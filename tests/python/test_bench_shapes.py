@@ -140,19 +140,19 @@ def test_the_draft_head_of_gpt_oss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "backbone", "head", "chain", "context"),
+    ("name", "backbone", "head", "chain", "context", "kv"),
     [
         # Millions of parameters of published files; GB of the lm_head, of the Markov head, and of
-        # fc with the keys and values of all layers.
-        ("qwen3-8b-dflash", 1048.6, 1.245, 0.0, 0.252),
-        ("qwen3-8b-dspark", 1048.6, 1.245, 0.0778, 0.252),
-        ("llama-3-8b-dflash", 1048.6, 1.051, 0.0, 0.252),
-        ("gpt-oss-20b-dflash", 784.8, 1.158, 0.0, 0.130),
-        ("gemma4-12b-dspark", 1283.0, 2.013, 0.1342, 0.167),
+        # fc with the keys and values of all layers; bytes of KV of a token.
+        ("qwen3-8b-dflash", 1048.6, 1.245, 0.0, 0.252, 20_480),
+        ("qwen3-8b-dspark", 1048.6, 1.245, 0.0778, 0.252, 20_480),
+        ("llama-3-8b-dflash", 1048.6, 1.051, 0.0, 0.252, 20_480),
+        ("gpt-oss-20b-dflash", 784.8, 1.158, 0.0, 0.130, 16_384),
+        ("gemma4-12b-dspark", 1283.0, 2.013, 0.1342, 0.167, 10_240),
     ],
 )
 def test_block_drafters(
-    name: str, backbone: float, head: float, chain: float, context: float
+    name: str, backbone: float, head: float, chain: float, context: float, kv: int
 ) -> None:
     target_name = name.rpartition("-")[0]
     config = named(target_name)
@@ -186,6 +186,7 @@ def test_block_drafters(
     assert read == matrices + sizes["lm_head"] + k * sizes.get("markov", 0) + again
     assert sizes["lm_head"] / 1e9 == pytest.approx(head, abs=1e-3)
     assert sizes.get("markov", 0) / 1e9 == pytest.approx(chain, abs=1e-4)
+    assert kv_bytes_read(described, 1, 2) == kv
 
 
 def test_the_assistant_of_gemma4() -> None:

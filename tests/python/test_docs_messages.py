@@ -76,6 +76,12 @@ def pickled(folder: Path) -> None:
     llm(speculative_config=drafted(head))
 
 
+def pickled_mask(folder: Path) -> None:
+    head = copy(HEAD, folder)
+    (head / "mask_embedding.pt").touch()
+    llm(speculative_config=drafted(head))
+
+
 def closed() -> None:
     engine = llm()
     engine.close()
@@ -143,6 +149,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "no_tokenizer": without_tokenizer,
     "other_target": lambda folder: llm(GEMMA4, speculative_config=drafted(HEAD)),
     "pickle": pickled,
+    "pickled_mask": pickled_mask,
     "quantised": lambda folder: llm(
         copy(TARGET, folder, quantization_config={"quant_method": "awq"})
     ),
