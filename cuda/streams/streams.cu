@@ -44,6 +44,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class Y, bool kIsVector>
+__global__ void __launch_bounds__(kThreads)
+    mean_streams_kernel(const __grid_constant__ MeanStreamsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const auto row = static_cast<int32_t>(blockIdx.x);
+  const int32_t first = static_cast<int32_t>(blockIdx.y * kThreads + threadIdx.x) * kPerThread;
+  const int32_t count = p.hidden - first;
+  if (row >= *p.num_rows || count <= 0) return;
+  const float* const x = p.x + int64_t{row} * p.num_streams * p.hidden + first;
+  float values[kPerThread];
+  load_first<kIsVector>(x, count, values);
+  for (int32_t stream = 1; stream < p.num_streams; ++stream) {
+    float others[kPerThread];
+    load_first<kIsVector>(x + int64_t{stream} * p.hidden, count, others);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) values[i] = __fadd_rn(values[i], others[i]);
+  }
+  const auto divisor = static_cast<float>(p.num_streams);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) values[i] = __fdiv_rn(values[i], divisor);
+  store_first<kIsVector>(values, count, static_cast<Y*>(p.y) + row * p.y_stride + first);
+}
+
 template <class X, bool kIsVector, int kMaxCount>
 __global__ void __launch_bounds__(kThreads)
     write_streams_kernel(const __grid_constant__ WriteStreamsParams p) {
@@ -229,6 +253,19 @@ void spread_streams(CudaContext& ctx, const SpreadStreamsParams& p) {
   launch(ctx, "spread_streams",
          is_vector ? spread_streams_kernel<true> : spread_streams_kernel<false>,
          grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
+}
+
+void mean_streams(CudaContext& ctx, const MeanStreamsParams& p) {
+  using namespace cuda;
+  check_streams(p.num_streams);
+  const bool is_vector =
+      takes_vectors(p.hidden, kPerThread, p.x, p.y) && p.y_stride % kPerThread == 0;
+  with_element_type(p.y_dtype, "mean_streams y", [&](auto element) {
+    using Y = decltype(element);
+    launch(ctx, "mean_streams",
+           is_vector ? mean_streams_kernel<Y, true> : mean_streams_kernel<Y, false>,
+           grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
+  });
 }
 
 void write_streams(CudaContext& ctx, const WriteStreamsParams& p) {

@@ -223,6 +223,22 @@ TEST(Streams, BeginAsCopiesAndAddToWhatIsThere) {
   EXPECT_EQ(y, (std::vector<float>{2, 4, 6, 2, 4, 6, 8, 10, 12, 8, 10, 12, -7}));
 }
 
+TEST(Streams, HaveAMean) {
+  constexpr int32_t kRows = 2;
+  constexpr int32_t kStride = 5;  // rows of y are parts of wider ones
+  const std::vector<float> x = {1, 2, 3, 7, 9, 12, 10, 20, 30, 30, 20, 10};
+  std::vector<float> y(2 * kStride, -7.0f);
+  CpuContext ctx = context_of(1);
+  mean_streams(ctx, {.num_rows = &kRows,
+                     .max_rows = kRows + 1,
+                     .x = x.data(),
+                     .y = y.data(),
+                     .y_stride = kStride,
+                     .num_streams = 2,
+                     .hidden = 3});
+  EXPECT_EQ(y, (std::vector<float>{4, 5.5, 7.5, -7, -7, 20, 20, 20, -7, -7}));
+}
+
 TEST(Streams, AreNormedEachForItself) {
   TRACE_SEED();
   Random random(227);

@@ -255,6 +255,26 @@ OpInstance make_norm_streams(const StreamsSpec& s, const Rows& rows, uint64_t se
   return op;
 }
 
+OpInstance make_mean_streams(const StreamsSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x = add_streams(op, "x", Role::kInput, s, rows, seed);
+  const int32_t max_rows = rows.max_rows;
+  const Handle y = op.add(output_array("y", Element::kF32, element_of(s.dtype),
+                                       int64_t{max_rows} * s.hidden, s.hidden));
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    mean_streams(ctx, MeanStreamsParams{.num_rows = at.get<int32_t>(num_rows),
+                                        .max_rows = max_rows,
+                                        .x = at.get<float>(x),
+                                        .y = at.raw(y),
+                                        .y_stride = s.hidden,
+                                        .num_streams = s.num_streams,
+                                        .hidden = s.hidden,
+                                        .y_dtype = activation_dtype(ctx, s.dtype)});
+  });
+  return op;
+}
+
 std::vector<RowWiseCase> streams_row_wise_cases() {
   TableBuilder table;
   for (const auto& [num_streams, hidden] : {std::pair{4, 4096},
@@ -283,6 +303,8 @@ std::vector<RowWiseCase> streams_row_wise_cases() {
       table.add("streams_read_" + shape + dtype_suffix(dtype), make_read_streams, s,
                 is_invariance_case);
       s.is_end = false;
+      table.add("streams_mean_" + shape + dtype_suffix(dtype), make_mean_streams, s,
+                is_invariance_case);
       table.add("streams_write_" + shape + dtype_suffix(dtype), make_write_streams, s,
                 is_invariance_case);
       for (const auto& [adds, is_end] : {std::pair{true, false}, {false, false}, {false, true}}) {

@@ -33,6 +33,8 @@ struct StreamsSpec {
                                            uint64_t seed);
 [[nodiscard]] OpInstance make_norm_streams(const StreamsSpec& spec, const Rows& rows,
                                            uint64_t seed);
+[[nodiscard]] OpInstance make_mean_streams(const StreamsSpec& spec, const Rows& rows,
+                                           uint64_t seed);
 [[nodiscard]] std::vector<RowWiseCase> streams_row_wise_cases();
 
 }  // namespace paceline::testing

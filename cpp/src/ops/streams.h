@@ -134,4 +134,18 @@ struct NormStreamsParams {
 void norm_streams(CpuContext&, const NormStreamsParams&);
 void norm_streams(CudaContext&, const NormStreamsParams&);
 
+// y = (x[0] + x[1] + ...) / num_streams, the sum in the order of the streams.
+struct MeanStreamsParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  const float* x;  // [max_rows, num_streams, hidden]
+  void* y;         // [max_rows, hidden] y_dtype, rows y_stride apart
+  int64_t y_stride;
+  int32_t num_streams;
+  int32_t hidden;
+  DType y_dtype = DType::kFloat32;
+};
+void mean_streams(CpuContext&, const MeanStreamsParams&);
+void mean_streams(CudaContext&, const MeanStreamsParams&);
+
 }  // namespace paceline

@@ -210,4 +210,20 @@ void norm_streams(CpuContext& ctx, const NormStreamsParams& p) {
            [&](int32_t row) { run_best_isa<NormKernel>(&p, int64_t{row}); });
 }
 
+void mean_streams(CpuContext& ctx, const MeanStreamsParams& p) {
+  check_streams(p.num_streams);
+  PACELINE_CHECK(p.y_dtype == DType::kFloat32, "the CPU computes in float32");
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  const int64_t hidden = p.hidden;
+  for_rows(ctx, num_rows, int64_t{4} * hidden * (p.num_streams + 1), [&](int32_t row) {
+    const float* const x = p.x + row * p.num_streams * hidden;
+    float* const y = static_cast<float*>(p.y) + row * p.y_stride;
+    for (int64_t i = 0; i < hidden; ++i) {
+      float sum = x[i];
+      for (int32_t s = 1; s < p.num_streams; ++s) sum += x[s * hidden + i];
+      y[i] = sum / static_cast<float>(p.num_streams);
+    }
+  });
+}
+
 }  // namespace paceline
