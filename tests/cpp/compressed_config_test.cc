@@ -172,6 +172,67 @@ TEST(CompressedConfig, HasItsWeights) {
   EXPECT_EQ(mix_bytes, (4 * 24 + 4) * 256 * 4);
 }
 
+// A block drafter of two stages for a target with four streams.
+std::string block_config(const std::vector<Edit>& edits = {}) {
+  std::vector<Edit> all = {
+      {"\"ropes\"", R"("drafter": {"kind": "dspark", "target_hidden_size": 64,
+         "aux_layers": [2, 5], "norm_before_residual": false, "norm_before_fc": false,
+         "fc_norm": false, "norm_output": false, "has_fc_bias": false, "has_attn_norm": true,
+         "has_final_norm": true, "owns_embedding": false, "owns_lm_head": false,
+         "draft_vocab_size": 50, "fc": {"format": "fp8", "scales": [128, 128]},
+         "block": {"size": 5, "mask_token": 49, "samples_from_anchor": true,
+           "full": {"is_causal": false}, "sliding": {"is_causal": false, "is_anchored": true},
+           "markov": {"kind": "vanilla", "rank": 6}}}, "ropes")"},
+      {"\"compressor\": {\"tokens_per_entry\": 4, \"overlaps\": true},", "\"none\": 0"},
+      {"\"none\": 0\n         \"indexer\": {\"num_heads\": 8, \"head_dim\": 10, \"top_k\": 12, "
+       "\"q\": {\"format\": \"mxfp4\"}}}",
+       "\"q_b\": {\"format\": \"mxfp4\"}}"},
+      {", \"rope\": 0,\n         \"compressor\": {\"tokens_per_entry\": 32, \"overlaps\": false}}",
+       ", \"rope\": 0}"}};
+  all.insert(all.end(), edits.begin(), edits.end());
+  return compressed_config(all);
+}
+
+TEST(CompressedConfig, CanBeThatOfABlockDrafter) {
+  const DecoderConfig config = parse_decoder_config(block_config());
+  ASSERT_TRUE(config.drafter);
+  EXPECT_EQ(config.drafter->aux_layers, (std::vector<int32_t>{2, 5}));
+  EXPECT_TRUE(config.drafter->averages_streams());
+  DecoderWeights weights;
+  Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
+  lay_out(config, carver, weights);
+  std::map<std::string, std::vector<int64_t>> shapes;
+  for (const NamedWeight& named : carver.take_named_weights()) {
+    if (named.name.find("layers.") != std::string::npos) continue;
+    shapes[named.name] = {named.dims().begin(), named.dims().end()};
+  }
+  // fc reads one vector of each layer, the mean of its streams.
+  const std::map<std::string, std::vector<int64_t>> expected = {
+      {"fc.weight", {64, 128}},     {"fc.scales", {1, 1}},
+      {"hidden_norm.weight", {64}}, {"final_norm.weight", {64}},
+      {"end_mix.matrix", {4, 256}}, {"end_mix.bias", {4}},
+      {"end_mix.scale", {1}},       {"markov.table.weight", {50, 6}},
+      {"markov.weight", {50, 6}},
+  };
+  EXPECT_EQ(shapes, expected);
+  const std::vector<std::pair<Edit, std::string>> refused = {
+      {{"\"rope\": 0}",
+        "\"rope\": 0, \"compressor\": {\"tokens_per_entry\": 4, "
+        "\"overlaps\": true}}"},
+       "layers[1].attention is an object of 11 keys; allowed: multi-head attention with keys and "
+       "values of its own and qkv in plain format, or compressed attention without a compressor"},
+      {{"\"streams\": {\"count\": 4, \"sinkhorn_iterations\": 20, \"eps\": 1e-5},", ""},
+       "drafter.fc is an object of 2 keys; allowed: no such key without streams"},
+      {{"\"kind\": \"dspark\"", "\"kind\": \"eagle3\""}, "drafter.fc is an unknown key"},
+  };
+  for (const auto& [edit, message] : refused) {
+    EXPECT_THAT(message_of<InvalidArgument>([&, &change = edit] {
+                  static_cast<void>(parse_decoder_config(block_config({change})));
+                }),
+                HasSubstr(message));
+  }
+}
+
 TEST(CompressedConfig, CanNeedScalesThatArePowersOfTwo) {
   const std::string json = compressed_config(
       {{"\"scales\": [128, 128]", "\"scales\": [128, 128], \"exact_scales\": true"}});

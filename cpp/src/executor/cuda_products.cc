@@ -58,12 +58,14 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};
     for_each_linear(decoder.config(), weights, Overloaded{add_linear, skip});
   };
-  // The context of a block drafter has keys and values alone.
+  // With multi-head attention, the context of a block drafter has keys and values alone.
   const auto add_keys_and_values = [&](const Decoder& decoder, int32_t max_rows) {
     for (size_t i = 0; i < decoder.config().layers.size(); ++i) {
+      const auto* const attention =
+          std::get_if<MultiHeadAttention>(&decoder.config().layers[i].attention);
+      if (attention == nullptr) continue;
       const auto& own = std::get<MultiHeadAttentionWeights>(decoder.weights().layers[i].attention);
-      const Linear kv = key_value_rows(
-          own.qkv, std::get<MultiHeadAttention>(decoder.config().layers[i].attention));
+      const Linear kv = key_value_rows(own.qkv, *attention);
       if (kv.weight.dtype == DType::kBFloat16) add(kv.weight, max_rows, DType::kBFloat16);
     }
   };

@@ -285,7 +285,9 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   if (draft != nullptr && draft->drafter) {
     const DrafterConfig& drafter = *draft->drafter;
     const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
-    const auto width = static_cast<int32_t>(num_parts * target.residual_width());
+    const bool averages = drafter.averages_streams();
+    const auto width = static_cast<int32_t>(
+        num_parts * (averages ? int64_t{target.hidden} : target.residual_width()));
     const int64_t row_bytes = width * dtype_bytes(activation_dtype);
     const auto window_rows = static_cast<int32_t>(padded(first_capacity));
     int64_t num_rows = window_rows;
@@ -300,7 +302,8 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
     }
     b.target_hidden = {.data = arena.allocate<std::byte>(num_rows * row_bytes, "hidden states"),
                        .width = width,
-                       .aux_layers = drafter.aux_layers};
+                       .aux_layers = drafter.aux_layers,
+                       .averages_streams = averages};
     if (keeps_hidden || shape.first_rows == FirstRows::kLast) {
       b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
     }

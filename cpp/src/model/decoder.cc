@@ -215,9 +215,15 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
   const auto tap_layer = [&](int32_t layer) {
     const auto found = std::find(taps.aux_layers.begin(), taps.aux_layers.end(), layer);
     if (found == taps.aux_layers.end()) return;
-    const int64_t offset = (found - taps.aux_layers.begin()) * c.residual_width();
-    residual.copy_to(static_cast<std::byte*>(taps.data) + offset * dtype_bytes(activations.dtype),
-                     taps.width);
+    const bool is_mean = taps.averages_streams && c.streams.count > 1;
+    const int64_t offset =
+        (found - taps.aux_layers.begin()) * (is_mean ? c.hidden : c.residual_width());
+    void* const to = static_cast<std::byte*>(taps.data) + offset * dtype_bytes(activations.dtype);
+    if (is_mean) {
+      residual.average_to(to, taps.width);
+    } else {
+      residual.copy_to(to, taps.width);
+    }
   };
   Branch last = {};
   const auto num_layers = static_cast<int32_t>(c.layers.size());
@@ -252,6 +258,7 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
   }
   if (c.streams.count > 1) {
     residual.join(&last, {});
+    if (taps_layers) tap_layer(num_layers);
     if (last_tap != nullptr) residual.copy_to(last_tap, taps.width);
   } else {
     residual.join(&last, {.norm = last_tap != nullptr ? w.final_norm : nullptr, .y = last_tap});

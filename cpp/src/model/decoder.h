@@ -40,10 +40,12 @@ struct HiddenCapture {
 struct HiddenTaps {
   void* data = nullptr;  // [rows, width] dtype of the activations; null: nothing is stored
   int32_t width = 0;
-  // The layers whose input residual streams are stored, ascending, side by side; empty: the output
-  // of the final norm is stored, or in models with several residual streams these, after the last
-  // layer.
+  // The layers whose input residual streams are stored, ascending, side by side; the number of
+  // layers stands for the output of the last one. Empty: the output of the final norm is stored, or
+  // in models with several residual streams these, after the last layer.
   std::span<const int32_t> aux_layers;
+  // With several residual streams: their mean is stored for each of aux_layers, not all of them.
+  bool averages_streams = false;
   std::span<const HiddenCapture> captures;
 };
 
@@ -109,7 +111,7 @@ class Decoder {
 
   // The keys and values of one layer for `rows`, computed from `input` [rows, hidden] (dtype of the
   // activations), to its cache. No query attends. The layer has multi-head attention with weights
-  // in plain format.
+  // in plain format, or compressed attention without a compressor, whose window entries they are.
   template <class Ctx>
   void write_keys_values(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                          std::span<const GroupMetadata> groups,
@@ -176,6 +178,13 @@ class Decoder {
   template <class Ctx>
   void attend_latents(Ctx& ctx, int32_t layer, const PassRows& rows,
                       std::span<const GroupMetadata> groups, const Activations& activations) const;
+  // q_a and kv of `input`: the window entries of the rows to the cache, and norm(q_a) to
+  // activations.qkv.
+  template <class Ctx>
+  void append_window(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                     std::span<const GroupMetadata> groups, const Activations& activations) const;
+  [[nodiscard]] LatentRope compressed_rope(const CompressedAttention& attention,
+                                           const PassRows& rows) const;
   template <class Ctx>
   void compressed_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                             std::span<const GroupMetadata> groups,

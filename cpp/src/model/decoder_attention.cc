@@ -141,7 +141,11 @@ template <class Ctx>
 void Decoder::write_keys_values(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                                 std::span<const GroupMetadata> groups,
                                 const Activations& activations) const {
-  const auto& a = std::get<MultiHeadAttention>(config().layers[layer].attention);
+  const AttentionConfig& attention = config().layers[layer].attention;
+  if (std::holds_alternative<CompressedAttention>(attention)) {
+    return append_window(ctx, layer, input, rows, groups, activations);
+  }
+  const auto& a = std::get<MultiHeadAttention>(attention);
   const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
   const Linear kv = key_value_rows(w.qkv, a);
   project(ctx, row_count(rows), kv,

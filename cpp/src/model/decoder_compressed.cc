@@ -37,6 +37,43 @@ template <class Metadata>
 
 }  // namespace
 
+LatentRope Decoder::compressed_rope(const CompressedAttention& attention,
+                                    const PassRows& rows) const {
+  return {.positions = rows.positions,
+          .cos = ropes_[attention.rope].cos,
+          .sin = ropes_[attention.rope].sin,
+          .position_offset = rope_offset_,
+          .is_interleaved = config().ropes[attention.rope].is_interleaved};
+}
+
+template <class Ctx>
+void Decoder::append_window(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                            std::span<const GroupMetadata> groups,
+                            const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const auto& a = std::get<CompressedAttention>(c.layers[layer].attention);
+  const auto& w = std::get<CompressedAttentionWeights>(weights().layers[layer].attention);
+  const DType dtype = activations.dtype;
+  const auto& window = metadata_of<SlidingMetadata>(groups[group_of(layer, kWindowStore)]);
+  project(ctx, row_count(rows), w.qkv_a,
+          {.x = input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
+  ctx.run(append_window_entries,
+          AppendWindowEntriesParams{.num_rows = rows.num_rows,
+                                    .max_rows = rows.capacity,
+                                    .qkv_a = activations.qkv,
+                                    .q_width = a.q_lora_rank,
+                                    .slot_mapping = window.slot_mapping,
+                                    .q_norm = w.q_norm,
+                                    .entry_norm = w.kv_norm,
+                                    .norm_weight_offset = c.norm_weight_offset,
+                                    .norm_eps = c.norm_eps,
+                                    .rope = compressed_rope(a, rows),
+                                    .entries = kv_of(layer, kWindowStore),
+                                    .head_dim = a.head_dim,
+                                    .rope_head_dim = a.rope_head_dim,
+                                    .dtype = dtype});
+}
+
 template <class Ctx>
 void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                                    std::span<const GroupMetadata> groups,
@@ -47,11 +84,7 @@ void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, c
   const CompressedActivations& own = activations.compressed;
   const DType dtype = activations.dtype;
   const auto& window = metadata_of<SlidingMetadata>(groups[group_of(layer, kWindowStore)]);
-  const LatentRope rope = {.positions = rows.positions,
-                           .cos = ropes_[a.rope].cos,
-                           .sin = ropes_[a.rope].sin,
-                           .position_offset = rope_offset_,
-                           .is_interleaved = c.ropes[a.rope].is_interleaved};
+  const LatentRope rope = compressed_rope(a, rows);
   const auto rotate = [&](void* x, int32_t num_heads, int32_t head_dim, bool has_norm,
                           bool is_inverse) {
     ctx.run(rotate_heads, RotateHeadsParams{.num_rows = rows.num_rows,
@@ -67,23 +100,7 @@ void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, c
                                             .dtype = dtype});
   };
 
-  project(ctx, row_count(rows), w.qkv_a,
-          {.x = input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
-  ctx.run(append_window_entries,
-          AppendWindowEntriesParams{.num_rows = rows.num_rows,
-                                    .max_rows = rows.capacity,
-                                    .qkv_a = activations.qkv,
-                                    .q_width = a.q_lora_rank,
-                                    .slot_mapping = window.slot_mapping,
-                                    .q_norm = w.q_norm,
-                                    .entry_norm = w.kv_norm,
-                                    .norm_weight_offset = c.norm_weight_offset,
-                                    .norm_eps = c.norm_eps,
-                                    .rope = rope,
-                                    .entries = kv_of(layer, kWindowStore),
-                                    .head_dim = a.head_dim,
-                                    .rope_head_dim = a.rope_head_dim,
-                                    .dtype = dtype});
+  append_window(ctx, layer, input, rows, groups, activations);
   const auto project_q = [&](const Linear& linear, void* y) {
     project(ctx, row_count(rows), linear,
             {.x = activations.qkv,
@@ -211,11 +228,17 @@ void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, c
           {.x = own.groups, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype});
 }
 
+template void Decoder::append_window<CpuContext>(CpuContext&, int32_t, const void*, const PassRows&,
+                                                 std::span<const GroupMetadata>,
+                                                 const Activations&) const;
 template void Decoder::compressed_attention<CpuContext>(CpuContext&, int32_t, const void*,
                                                         const PassRows&,
                                                         std::span<const GroupMetadata>,
                                                         const Activations&) const;
 #ifdef PACELINE_CUDA
+template void Decoder::append_window<CudaContext>(CudaContext&, int32_t, const void*,
+                                                  const PassRows&, std::span<const GroupMetadata>,
+                                                  const Activations&) const;
 template void Decoder::compressed_attention<CudaContext>(CudaContext&, int32_t, const void*,
                                                          const PassRows&,
                                                          std::span<const GroupMetadata>,

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/aligned_buffer.h"
+#include "base/overloaded.h"
 #include "model/config_reading.h"
 #include "model/visit_weights.h"
 #include "ops/streams.h"
@@ -59,9 +60,9 @@ namespace {
   if (config.has_layer_scale) refuse("has_layer_scale");
   if (config.per_layer_inputs.size > 0) refuse("per_layer_inputs");
   if (config.norm_weight_offset != 0) refuse("a norm_weight_offset other than 0");
-  if (config.drafter && config.drafter->kind != DrafterKind::kMtp) {
-    refuse("a drafter of another kind than 'mtp'");
-  }
+  const bool may_draft = !config.drafter || config.drafter->kind == DrafterKind::kMtp ||
+                         config.drafter->kind == DrafterKind::kBlock;
+  if (!may_draft) refuse("a drafter of another kind than 'mtp', 'dflash' and 'dspark'");
   if (config.drafter && config.drafter->norm_output) refuse("norm_output in the drafter");
   if (config.drafter && config.drafter->has_fc_bias) refuse("has_fc_bias in the drafter");
   return streams;
@@ -128,14 +129,18 @@ void check_block_layers(const DecoderConfig& config, const Json& layers) {
   size_t index = 0;
   for (const Json& layer : layers.elements()) {
     const LayerConfig& read = config.layers[index++];
-    const auto* const attention = std::get_if<MultiHeadAttention>(&read.attention);
-    const bool is_plain = attention != nullptr && attention->kv_source < 0 &&
-                          attention->qkv.format == WeightFormat::kPlain;
-    if (is_plain) continue;
+    const bool writes_context = std::visit(
+        Overloaded{[](const MultiHeadAttention& attention) {
+                     return attention.kv_source < 0 && attention.qkv.format == WeightFormat::kPlain;
+                   },
+                   [](const LatentAttention&) { return false; },
+                   [](const CompressedAttention& attention) { return !attention.compressor; }},
+        read.attention);
+    if (writes_context) continue;
     layer.at("attention")
         .refuse(
-            "multi-head attention with keys and values of its own and qkv in plain format, in a "
-            "drafter of kind 'dflash' or 'dspark'");
+            "multi-head attention with keys and values of its own and qkv in plain format, or "
+            "compressed attention without a compressor, in a drafter of kind 'dflash' or 'dspark'");
   }
 }
 

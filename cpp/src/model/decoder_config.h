@@ -311,15 +311,18 @@ struct CentroidsConfig {
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
 //   Block (DFlash, DSpark): c = hidden_norm(fc(residual streams of the target entering
-//            aux_layers)), of tokens whose hidden states are known. Each layer makes their K and V
-//            from c. A block of rows then passes through the layers and attends to these, too.
+//            aux_layers)), of tokens whose hidden states are known; of several streams, their mean.
+//            Each layer makes their K and V from c. A block of rows then passes through the layers
+//            and attends to these, too.
 // A draft step takes the output of the previous step as h or g: the residual stream (all of them)
 // after the last layer or, for Gemma 4 MTP, the product of DraftHeadWeights::feedback with the
 // final norm's output.
 struct DrafterConfig {
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 0;
-  std::vector<int32_t> aux_layers;    // kEagle3, kBlock: of the target, in the order of fc's input
+  // kEagle3, kBlock: of the target, in the order of fc's input. Of a target with several residual
+  // streams, its number of layers stands for the output of the last one.
+  std::vector<int32_t> aux_layers;
   bool norm_before_residual = false;  // kEagle3: the residual stream starts from hidden_norm(g)
   bool norm_before_fc = false;        // kEagle3: one norm over all of fc's input
   // kEagle3: a norm over each layer's part of fc's input; kMtp: norms over both halves.
@@ -335,6 +338,8 @@ struct DrafterConfig {
   CentroidsConfig centroids;     // kGemma4Mtp
   BlockConfig block;             // kBlock
 
+  // Whether it reads the mean of several residual streams of the target instead of each of them.
+  [[nodiscard]] bool averages_streams() const { return kind == DrafterKind::kBlock; }
   // Width of fc's input.
   [[nodiscard]] int64_t fc_width() const {
     const int64_t parts = aux_layers.empty() ? 2 : static_cast<int64_t>(aux_layers.size());

@@ -284,11 +284,14 @@ void check_draft_head(const Model& model, const Model& target) {
   }
   static_cast<void>(draft_kv_layer_shapes(c, t));
   const auto num_layers = static_cast<int32_t>(t.layers.size());
+  // The output of the last layer is the input of the one that would follow. With one stream, the
+  // last layer may leave out rows (Decoder::picks_output).
+  const int32_t last = t.streams.count > 1 ? num_layers : num_layers - 1;
   for (const int32_t layer : d.aux_layers) {
-    if (layer >= num_layers) {
+    if (layer > last) {
       throw InvalidArgument(concat("the drafter ", c.name, " reads the input of layer ", layer,
                                    " and the target ", t.name, " has ", num_layers,
-                                   " layers; allowed: 0 to ", num_layers - 1));
+                                   " layers; allowed: 0 to ", last));
     }
   }
   // Vocabularies that differ only in padding are compatible; tokens beyond either one are never

@@ -84,7 +84,7 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   constexpr std::array<std::string_view, 1> kEagle3Keys = {"aux_layers"};
   constexpr std::array<std::string_view, 1> kGemma4MtpKeys = {"centroids"};
   constexpr std::array<std::string_view, 1> kMtpKeys = {"fc"};
-  constexpr std::array<std::string_view, 2> kBlockKeys = {"aux_layers", "block"};
+  constexpr std::array<std::string_view, 3> kBlockKeys = {"aux_layers", "block", "fc"};
   DrafterConfig drafter;
   const Json kind = json.at("kind");
   std::span<const std::string_view> optional;
@@ -121,6 +121,8 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   if (is_block) {
     const bool is_chain = kind.as_string() == "dspark";
     drafter.block = read_block(json.at("block"), is_chain, hidden, vocab_size);
+    drafter.fc = read_format(json, "fc", {"fc's input", drafter.fc_width()},
+                             /*is_of_experts=*/false);
   }
   // For keys that only some kinds may set.
   const auto read_bool_of = [&](bool may_be_true, const char* key) {

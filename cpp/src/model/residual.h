@@ -84,6 +84,18 @@ class Residual {
                                        .y_dtype = activations_.dtype});
   }
 
+  // Copies the mean of the streams to y [rows, hidden], rows y_stride apart.
+  void average_to(void* y, int64_t y_stride) const {
+    ctx_.run(mean_streams, MeanStreamsParams{.num_rows = rows_.num_rows,
+                                             .max_rows = rows_.max_rows,
+                                             .x = activations_.residual,
+                                             .y = y,
+                                             .y_stride = y_stride,
+                                             .num_streams = config_.streams.count,
+                                             .hidden = config_.hidden,
+                                             .y_dtype = activations_.dtype});
+  }
+
   // y = the final norm of the residual x [rows, residual_width], with several streams of their sum
   // at the end of the model.
   void finish(const DecoderWeights& weights, const float* x, void* y, DType y_dtype) const {

@@ -347,15 +347,16 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
   const auto norm = [&](auto& vector, std::string name, int64_t size) {
     visit.vector(vector, VectorKind::kNorm, {{std::move(name), size}});
   };
-  const bool has_streams = config.streams.count > 1;
-  const int64_t fc_width = has_streams ? config.hidden : drafter.fc_width();
+  // fc and fc_hidden multiply embeddings and streams, which elsewhere are side by side.
+  const bool has_fc_hidden = config.streams.count > 1 && !drafter.averages_streams();
+  const int64_t fc_width = has_fc_hidden ? config.hidden : drafter.fc_width();
   const std::vector<WeightPart> fc = {{"fc", config.hidden}};
   visit.linear(weights.fc, {.name = "fc",
                             .parts = fc,
                             .cols = fc_width,
                             .has_float_output = true,
                             .format = drafter.fc});
-  if (has_streams) {
+  if (has_fc_hidden) {
     visit.linear(weights.fc_hidden, {.name = "fc_hidden",
                                      .parts = {{"fc_hidden", config.hidden}},
                                      .cols = config.hidden,
