@@ -215,8 +215,8 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--method",
         metavar="NAME",
-        help="mtp: the target's own MTP layer drafts; or the method of --draft (default: none, or "
-        "what --draft holds)",
+        help="mtp: the target's own MTP layer drafts; dspark, without --draft: the stages in its "
+        "files do; or the method of --draft (default: none, or what --draft holds)",
     )
     parser.add_argument(
         "--num-speculative-tokens",

@@ -14,7 +14,8 @@ from paceline._core import ModelNotFoundError
 from paceline.checks import shorten
 from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
-from paceline.loader.block_kinds import default_num_drafts
+from paceline.loader.block_kinds import default_num_drafts, own_block_kind
+from paceline.loader.deepseek_v4_dspark import has_stage
 from paceline.loader.files import find
 from paceline.loader.speculators import CURE, Speculators, read_speculators
 from paceline.speculative_checks import BLOCK_METHODS
@@ -86,7 +87,9 @@ def find_models(
             speculative, folder, lambda: folder.converted.num_speculative_tokens
         )
     else:
-        speculative = _with_subfolder(speculative, folder)
+        speculative = _with_block_drafter(
+            speculative, folder, needs_weights=options["needs_weights"]
+        )
     if speculative is not None and speculative.method == "mtp" and speculative.model is None:
         return ModelSources(target, target, speculative)
     if speculative is None or speculative.model is None:
@@ -119,10 +122,16 @@ def _default_k(folder: CheckpointFolder) -> int | None:
     return default_num_drafts(folder.config)
 
 
-def _with_subfolder(
-    given: SpeculativeConfig | None, folder: CheckpointFolder
+def _with_block_drafter(
+    given: SpeculativeConfig | None, folder: CheckpointFolder, *, needs_weights: bool
 ) -> SpeculativeConfig | None:
-    """Completes a configuration with the block drafter in a subfolder of the target.
+    """Completes a configuration with the block drafter in the target's subfolder or own files.
+
+    Args:
+        given: The configuration.
+        folder: The target's folder.
+        needs_weights: Whether its weights are at hand. Where they lack the drafter that the
+            target's configuration describes, there is none unless the method is named.
 
     Raises:
         ValueError: There are two and the configuration names none, or there is not the named one.
@@ -142,11 +151,15 @@ def _with_subfolder(
     if found:
         config = SpeculativeConfig(method=found[0]) if given is None else given
         return dataclasses.replace(config, method=found[0], model=str(folder.path / found[0]))
+    own = None if folder.is_converted else own_block_kind(folder.config)
+    if own in names and (is_named or not needs_weights or has_stage(folder.weights)):
+        config = SpeculativeConfig(method=own) if given is None else given
+        return dataclasses.replace(config, method=own, model=str(folder.path))
     if given is not None and given.method in BLOCK_METHODS:
         raise ValueError(
             f"speculative_config['method'] is {given.method!r} and 'model' is missing, but "
-            f"{folder.path} has no subfolder {given.method!r}; allowed: the drafter's folder or "
-            "its name on the hub as 'model'"
+            f"{folder.path} has no subfolder {given.method!r} and no such drafter in its own "
+            "files; allowed: the drafter's folder or its name on the hub as 'model'"
         )
     return None if given is None else given.completed(str(folder.path))
 

@@ -47,7 +47,7 @@ class SpeculativeConfig:
         model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
             a string. None with "ngram" and "custom", which need no model, with "mtp", whose layer
             is in the target's own files, and with "dflash" and "dspark", whose drafter is then the
-            target's subfolder of that name.
+            target's subfolder of that name or, with "dspark", in the target's own files.
         drafter: "custom" only: a function of the token ids of prompt and output, a list, that
             returns at most k ids that may follow. The engine calls it on a thread of its own, one
             call at a time, and each request waits for it, so it is for research; see

@@ -21,6 +21,7 @@ from paceline.loader import (
     open_drafter,
 )
 from paceline.loader.binding import BoundTensor, value_error
+from paceline.loader.block_kinds import own_block_kind
 from paceline.loader.checkpoint import OpenedModel, widened
 from paceline.loader.drafters import MTP, Target, with_feedback
 from paceline.loader.state_dict import MemoryTensors
@@ -52,15 +53,16 @@ def load_state_dicts(
     speculative = None
     if speculative_config is not None:
         speculative = SpeculativeConfig.parse(speculative_config)
-    if speculative is not None and speculative.method == "mtp" and draft is None:
-        draft = target  # its own layer
+    if speculative is not None and draft is None and _has_own_drafter(target, speculative.method):
+        draft = target  # its own layers
     needs_draft = speculative is not None and speculative.has_model
     if needs_draft != (draft is not None):
         given = "no drafter" if draft is None else f"a drafter ({draft.path})"
         raise ValueError(
             f"speculative_config is {shorten(speculative_config)} and there is {given}; allowed: "
             'both, such as {"num_speculative_tokens": 3} with a drafter, or neither, except that '
-            "methods 'mtp', 'ngram' and 'custom' have no drafter of their own"
+            "methods 'mtp', 'ngram' and 'custom', and 'dspark' where the target's own files have "
+            "such a drafter, have no drafter of their own"
         )
     loaded, drafter = load_pair(
         target,
@@ -171,6 +173,11 @@ def update_weights(
             "close their streams, and call it again"
         )
     return new_target, new_draft
+
+
+def _has_own_drafter(target: StateDict, method: str | None) -> bool:
+    """Whether a method drafts with tensors that are those of the target."""
+    return method is not None and method in (MTP, own_block_kind(target.config))
 
 
 def _reopen(

@@ -65,7 +65,7 @@ _PUBLISHED = (
 )
 # Matrices of published files in fp8.
 _FP8 = re.compile(
-    r".*\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123]|[eh]_proj)"
+    r".*\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123]|[eh]_proj|main_proj)"
     r"\.weight"
 )
 _FP4 = re.compile(r".*\.ffn\.experts\.\d+\.w[123]\.weight")
@@ -241,21 +241,28 @@ def _find(values: dict[str, Tensor], spec: V4Spec, name: str) -> Tensor:
 
 def published_tensors(spec: V4Spec, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a published file."""
-    tensors: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for original, value in state.items():
-        for name, tensor in _split(published_name(spec, original), value).items():
-            scale = f"{name.removesuffix('weight')}scale"
-            if spec.has_scales and _FP8.fullmatch(name):
-                tensors[name], scales = to_fp8(tensor, "fp8_block", exact_scales=True)
-                tensors[scale] = scales.to(torch.float8_e8m0fnu)
-            elif spec.has_scales and _FP4.fullmatch(name):
-                blocks, scales = to_mxfp4(tensor)
-                tensors[name] = blocks.flatten(-2).view(torch.int8)
-                tensors[scale] = scales.view(torch.float8_e8m0fnu)
-            elif "hc_" in name or name.endswith((".bias", "ape", "attn_sink", "tid2eid")):
-                tensors[name] = tensor
-            else:
-                tensors[name] = tensor.to(getattr(torch, spec.dtype))
+        values |= _split(published_name(spec, original), value)
+    return stored_tensors(spec, values)
+
+
+def stored_tensors(spec: V4Spec, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a published file, in its formats, from values by their published names."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in values.items():
+        scale = f"{name.removesuffix('weight')}scale"
+        if spec.has_scales and _FP8.fullmatch(name):
+            tensors[name], scales = to_fp8(tensor, "fp8_block", exact_scales=True)
+            tensors[scale] = scales.to(torch.float8_e8m0fnu)
+        elif spec.has_scales and _FP4.fullmatch(name):
+            blocks, scales = to_mxfp4(tensor)
+            tensors[name] = blocks.flatten(-2).view(torch.int8)
+            tensors[scale] = scales.view(torch.float8_e8m0fnu)
+        elif "hc_" in name or name.endswith((".bias", "ape", "attn_sink", "tid2eid")):
+            tensors[name] = tensor
+        else:
+            tensors[name] = tensor.to(getattr(torch, spec.dtype))
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 

@@ -33,16 +33,23 @@ class V4TargetReference:
         self.lm_head: Tensor = self.model.get_output_embeddings().weight.double()
 
     def states(self, tokens: Sequence[int]) -> TargetStates:
-        """Runs the target; the output is its streams after the last layer, [tokens, 4, hidden]."""
+        """Runs the target.
+
+        Returns:
+            Its streams [tokens, 4, hidden] after each layer, and as its output those after the last
+            one.
+        """
         found: list[Tensor] = []
-        hook = self.model.model.layers[-1].register_forward_hook(
-            lambda module, inputs, output: found.append(output)
-        )
+
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            streams = output[0] if isinstance(output, tuple) else output
+            found.append(streams.reshape(len(tokens), 4, -1).double())
+
+        hooks = [layer.register_forward_hook(keep) for layer in self.model.model.layers]
         logits = self.model(torch.tensor([list(tokens)])).logits[0]
-        hook.remove()
-        streams = found[0][0] if isinstance(found[0], tuple) else found[0]
-        streams = streams.reshape(len(tokens), 4, -1).double()
-        return TargetStates(logits.double(), streams.unsqueeze(0), streams)
+        for hook in hooks:
+            hook.remove()
+        return TargetStates(logits.double(), torch.stack(found), found[-1])
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The target's greedy continuation of a prompt."""
@@ -85,13 +92,7 @@ class V4MtpReference:
         x = e.unsqueeze(1) + self.linear(self.rms(inputs, "hnorm"), "h_proj")
         x = self.branch(x, "attn", self.attention)
         x = self.branch(x, "ffn", self.mixture)
-        m = self.mix(x, "hc_head_")
-        scale, base = self.weights["hc_head_scale"], self.weights["hc_head_base"]
-        pre = (m * scale + base).sigmoid() + self.config["hc_eps"]
-        logits = (
-            self.rms((pre.unsqueeze(-1) * x).sum(1), "norm") @ self.target.lm_head.to(x.dtype).T
-        )
-        return logits, x
+        return self.logits(x), x
 
     def draft(self, tokens: Sequence[int], k: int, states: TargetStates) -> list[Draft]:
         """Drafts k tokens greedily; as `EagleReference.draft`."""
@@ -110,6 +111,13 @@ class V4MtpReference:
     def linear(self, x: Tensor, name: str) -> Tensor:
         """A linear layer."""
         return x @ self.weights[f"{name}.weight"].T
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits of streams."""
+        scale, base = self.weights["hc_head_scale"], self.weights["hc_head_base"]
+        pre = (self.mix(x, "hc_head_") * scale + base).sigmoid() + self.config["hc_eps"]
+        summed = (pre.unsqueeze(-1) * x).sum(1)
+        return self.rms(summed, "norm") @ self.target.lm_head.to(x.dtype).T
 
     def mix(self, x: Tensor, name: str) -> Tensor:
         """The factors of each row before scale and base."""
@@ -154,30 +162,39 @@ class V4MtpReference:
 
     def attention(self, x: Tensor) -> Tensor:
         """Attention over the window, with sinks; every head has the same key and value."""
+        positions = torch.arange(len(x))
+        distance = positions.unsqueeze(1) - positions
+        hidden = (distance < 0) | (distance >= self.config["sliding_window"])
+        return self.attend(x, self.entries(x), hidden)
+
+    def entries(self, x: Tensor, first: int = 0) -> Tensor:
+        """Keys, which are values too, of rows at positions from `first` on, [rows, head_dim]."""
+        entries = self.rms(self.linear(x, "attn.wkv"), "attn.kv_norm")
+        return self.rotate(entries.unsqueeze(1), self.config["qk_rope_head_dim"], 1, first)[:, 0]
+
+    def attend(self, x: Tensor, kv: Tensor, hidden: Tensor, first: int = 0) -> Tensor:
+        """The output for rows at positions from `first` on, which do not see `hidden` entries."""
         config, length = self.config, len(x)
         heads, dim = config["num_attention_heads"], config["head_dim"]
         rope = config["qk_rope_head_dim"]
         q = self.linear(self.rms(self.linear(x, "attn.wq_a"), "attn.q_norm"), "attn.wq_b")
-        q = self.rotate(self.unit(q.view(length, heads, dim)), rope)
-        kv = self.rotate(self.rms(self.linear(x, "attn.wkv"), "attn.kv_norm").unsqueeze(1), rope)
-        positions = torch.arange(length)
-        distance = positions.unsqueeze(1) - positions
-        hidden = (distance < 0) | (distance >= config["sliding_window"])
-        scores = torch.einsum("thd,sd->hts", q, kv[:, 0]) * dim**-0.5
+        q = self.rotate(self.unit(q.view(length, heads, dim)), rope, 1, first)
+        scores = torch.einsum("thd,sd->hts", q, kv) * dim**-0.5
         scores = scores.masked_fill(hidden, float("-inf"))
         sinks = self.weights["attn.attn_sink"].view(heads, 1, 1).expand(heads, length, 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        out = self.rotate(torch.einsum("hts,sd->thd", weights, kv[:, 0]), rope, -1)
+        out = self.rotate(torch.einsum("hts,sd->thd", weights, kv), rope, -1, first)
         groups = out.reshape(length, config["o_groups"], -1)
         o_a = self.weights["attn.wo_a.weight"].view(config["o_groups"], -1, groups.shape[-1])
         return self.linear(torch.einsum("tgd,grd->tgr", groups, o_a).flatten(1), "attn.wo_b")
 
-    def rotate(self, x: Tensor, width: int, sign: int = 1) -> Tensor:
-        """Rotates pairs in the last elements of each head by their position."""
+    def rotate(self, x: Tensor, width: int, sign: int = 1, first: int = 0) -> Tensor:
+        """Rotates pairs in the last elements of each head by their position, from `first` on."""
         frequencies = self.config["rope_theta"] ** (
             -torch.arange(width // 2, dtype=torch.float64) * 2 / width
         )
-        angles = sign * torch.arange(len(x), dtype=torch.float64).view(-1, 1, 1) * frequencies
+        positions = first + torch.arange(len(x), dtype=torch.float64)
+        angles = sign * positions.view(-1, 1, 1) * frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         kept, tail = x[..., :-width], x[..., -width:]
         a, b = tail[..., 0::2], tail[..., 1::2]

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import assistant_models
 import block_models
+import deepseek_v4_dspark
 import deepseek_v4_models
 import eagle_models
 import mtp_models
 import tiny_models
 from assistant_models import AssistantSpec
 from block_models import BlockSpec
+from deepseek_v4_dspark import StagesSpec
 from deepseek_v4_models import V4Spec
 from eagle_models import EagleSpec
 from paceline.loader import LoadedModel, load_checkpoint, load_drafter
@@ -57,6 +59,8 @@ BLOCKS = {
         "gemma4", seed=3, block_size=16, aux_layers=AUX_LAYERS, markov_rank=8, soft_cap=30.0
     ),
 }  # fmt: skip
+# A block drafter in the target's own files.
+STAGES = {"dspark_stages": StagesSpec(seed=3, block_size=16, layers=(0, 1, 2))}
 HEADS = {
     name: EagleSpec(name, seed=3, aux_layers=AUX_LAYERS, num_aux=len(AUX_LAYERS))
     for name in ("eagle", "eagle3")
@@ -75,6 +79,7 @@ DRAFTERS = (
     *HEADS,
     *ASSISTANTS,
     *BLOCKS,
+    *STAGES,
 )
 # What "other_family" is.
 _OTHERS = {
@@ -94,6 +99,8 @@ def is_possible(family: str, drafter: str) -> bool:
         return isinstance(spec, TinySpec) and spec.family == "gemma4"
     if drafter == "mtp":
         return family in MTP_FAMILIES
+    if drafter in STAGES:
+        return family == "deepseek_v4"
     # Draft heads and blocks read one hidden state a layer.
     return isinstance(spec, TinySpec) or (drafter not in HEADS and drafter not in BLOCKS)
 
@@ -145,7 +152,10 @@ def _make_other(variant: str, spec: TinySpec | V4Spec, path: Path) -> Path:
 
 def _write_drafter(variant: str, spec: TinySpec | V4Spec, path: Path) -> None:
     """Writes a drafter that is not a whole model."""
-    if isinstance(spec, V4Spec):  # its files have an MTP layer
+    if isinstance(spec, V4Spec) and variant in STAGES:
+        path.mkdir()
+        deepseek_v4_dspark.write_random(path, spec, STAGES[variant])
+    elif isinstance(spec, V4Spec):  # its files have an MTP layer
         tiny_models.copy_checkpoint(_make(spec), path)
     elif variant == "mtp":
         mtp_models.write(spec, path)

@@ -20,9 +20,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
 from paceline.bench.costs import (
@@ -217,7 +217,9 @@ def _passes(
     if _is_block(draft):
         num_drafts = 1 if may_stop_early else k
         context = workload.mean_context
-        passes += _block_passes(draft, num_verified, num_drafts, workload, context, item)
+        passes += _block_passes(
+            draft, row.draft_experts, num_verified, num_drafts, workload, context, item
+        )
     else:
         num_first = 1 if may_stop_early else _num_first_rows(draft, k)
         passes.append(one(draft, row.draft_experts, num_first, 1))
@@ -251,7 +253,7 @@ def _prompt_passes(
         return passes
     if _is_block(draft):
         k = 1 if row.may_stop_early else row.num_draft_tokens
-        passes += _block_passes(draft, num, k, workload, num, item)
+        passes += _block_passes(draft, row.draft_experts, num, k, workload, num, item)
     else:
         reads_target = draft.config.get("drafter", {}).get("kind") == "gemma4_mtp"
         passes.append(one(draft, 1 if reads_target else num))
@@ -308,12 +310,15 @@ def _is_block(draft: BenchModel) -> bool:
     return "block" in draft.config.get("drafter", {})
 
 
-def _block_products(draft: BenchModel, num_known: int, k: int) -> list[list[Operation]]:
+def _block_products(
+    draft: BenchModel, experts: float | None, num_known: int, k: int
+) -> list[list[Operation]]:
     """The products of a block drafter for one sequence: those that write its context, the pass over
     the block, and the Markov head's for each draft.
 
     Args:
         draft: The drafter.
+        experts: As for `pass_operations`, of the pass over the block.
         num_known: Tokens whose hidden states are new.
         k: The number of drafts, at least 1.
     """
@@ -328,23 +333,40 @@ def _block_products(draft: BenchModel, num_known: int, k: int) -> list[list[Oper
             markov.append(Operation(matrix.name, matrix.num_bytes, flops))
         else:
             rows = k if matrix.is_for_logits else num_rows
-            block.append(Operation(matrix.name, matrix.num_bytes, rows * flops))
-        if matrix.name.endswith(".attn.qkv"):
+            num_bytes = matrix.num_bytes * ((experts or 0.0) if matrix.num_experts else 1)
+            block.append(Operation(matrix.name, num_bytes, rows * flops))
+        if matrix.name.endswith((".attn.qkv", ".attn.qkv_a")):
             attention = draft.config["layers"][int(matrix.name.split(".")[1])]["attention"]
-            keys = (1 if attention.get("k_eq_v") else 2) * attention["num_kv_heads"]
-            part = keys / (attention["num_qo_heads"] + keys)
+            part = _part_of_keys(attention)
             name = matrix.name.replace("qkv", "kv")
             context.append(Operation(name, part * matrix.num_bytes, part * num_known * flops))
     return [context, block, *[markov] * (k if markov else 0)]
 
 
+def _part_of_keys(attention: Mapping[str, Any]) -> float:
+    """The part of the rows of a first projection that computes keys and values."""
+    if attention["kind"] == "compressed":
+        keys, queries = attention["head_dim"], attention["q_lora_rank"]
+    else:
+        queries = attention["num_qo_heads"]
+        keys = (1 if attention.get("k_eq_v") else 2) * attention["num_kv_heads"]
+    return float(keys / (queries + keys))
+
+
 def _block_passes(
-    draft: BenchModel, num_known: int, k: int, workload: Workload, context: float, item: int
+    draft: BenchModel,
+    experts: float | None,
+    num_known: int,
+    k: int,
+    workload: Workload,
+    context: float,
+    item: int,
 ) -> list[list[Operation]]:
     """The passes of a block drafter for all sequences; see `_block_products`.
 
     Args:
         draft: The drafter.
+        experts: As for `pass_operations`, of the pass over the block.
         num_known: Tokens of each sequence whose hidden states are new.
         k: The number of drafts, at least 1.
         workload: What is measured.
@@ -354,7 +376,7 @@ def _block_passes(
     c = workload.concurrency
     passes = [
         [replace(op, flops=c * op.flops) for op in ops]
-        for ops in _block_products(draft, num_known, k)
+        for ops in _block_products(draft, experts, num_known, k)
     ]
     num_rows = k if draft.config["drafter"]["block"]["samples_from_anchor"] else k + 1
     passes[1] += [
@@ -394,7 +416,7 @@ def iteration_draft_bytes(draft: BenchModel, experts: float | None, k: int) -> i
     """
     if k == 0 or not _is_block(draft):
         return k * draft.costs.pass_bytes(experts)
-    passes = _block_products(draft, k + 1, k)
+    passes = _block_products(draft, experts, k + 1, k)
     return int(sum(op.num_bytes for ops in passes for op in ops))
 
 
@@ -405,7 +427,7 @@ def iteration_flops(
     total = _pass_flops(target, k + 1, k + 1, workload)
     if draft is not None and _is_block(draft) and k > 0:
         context = workload.mean_context
-        passes = _block_passes(draft, k + 1, k, workload, context, target.item_bytes)
+        passes = _block_passes(draft, None, k + 1, k, workload, context, target.item_bytes)
         total += sum(op.flops for ops in passes for op in ops)
     elif draft is not None:
         # Each later draft step has one row per sequence; every pass computes one row of logits.

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Keys of configurations with an entry for each layer.
 _PER_LAYER_KEYS: Final = ("layer_types", "mlp_layer_types", "compress_ratios")
+#: The layers whose output a drafter in the target's own files reads.
+_TAPS_KEY: Final = "dspark_target_layer_ids"
 _CONFIG_DIR: Final = Path(__file__).parent / "configs"
 
 
@@ -269,6 +271,15 @@ def first_layers(config: Mapping[str, Any], num_layers: int | None, source: str)
         for key, value in text.items()
     }
     cut["num_hidden_layers"] = num_layers
+    taps = cut.get(_TAPS_KEY)
+    if isinstance(taps, list):
+        # The stages of such a drafter read the last layers, one each.
+        if len(taps) > num_layers:
+            raise ValueError(
+                f"--num-layers is {num_layers}, but the drafter of {source} reads {len(taps)} "
+                f"layers; allowed: {len(taps)} to {count}"
+            )
+        cut[_TAPS_KEY] = list(range(num_layers - len(taps), num_layers))
     return cut if text is config else {**config, "text_config": cut}
 
 

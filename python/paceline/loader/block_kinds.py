@@ -8,6 +8,7 @@ from typing import Final
 
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
+from .deepseek_v4 import BLOCK_SIZE, has_stages
 from .drafters import DFLASH, DSPARK
 from .section import Section
 
@@ -32,6 +33,11 @@ def block_kind_of_config(top: Section) -> str | None:
         if "dspark" in plain or "dflash" in plain:
             return DSPARK if markov_rank(top) > 0 else DFLASH
     return None
+
+
+def own_block_kind(top: Section) -> str | None:
+    """The method of the block drafter in a target's own files; None: the target has none."""
+    return DSPARK if has_stages(top) else None
 
 
 def has_gemma4_layers(top: Section) -> bool:
@@ -74,6 +80,8 @@ def default_num_drafts(top: Section) -> int:
     Raises:
         ModelFileError: A key is missing or has a wrong value.
     """
+    if has_stages(top):
+        return min(top.integer(BLOCK_SIZE, low=1, high=64), MAX_SPECULATIVE_TOKENS)
     size = read_size(top, block_section(top))
     return min(size if samples_from_anchor(top) else max(size - 1, 1), MAX_SPECULATIVE_TOKENS)
 

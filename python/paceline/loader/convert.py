@@ -17,11 +17,12 @@ from typing import Any
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .binding import BoundTensor
+from .block_kinds import own_block_kind
 from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
 from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter, open_drafter
-from .drafters import MTP
+from .drafters import BLOCK_KINDS, MTP
 from .families import check_dtype
 from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .mask_row import add_mask_row
@@ -61,8 +62,9 @@ def convert(
             head or an assistant of Gemma 4.
         num_speculative_tokens: The folder's default number of drafts, 1 to 16.
         dtype: The dtype of matrices once the folder is read: "float32", "bfloat16" or "auto".
-        method: "mtp": the target's MTP layer is the drafter; or that of the drafter in `draft_dir`,
-            as for `load_drafter`.
+        method: "mtp": the target's MTP layer is the drafter; "dspark" without a `draft_dir`: the
+            stages in the target's files are; or that of the drafter in `draft_dir`, as for
+            `load_drafter`.
         allow_pickle: Read the weights of an EAGLE draft head from a `pytorch_model.bin`, and the
             embedding of a block drafter's mask tokens from a `mask_embedding.pt`: tensors and
             numbers only, with torch, which must be installed.
@@ -78,14 +80,15 @@ def convert(
         OSError: The folder cannot be written.
     """
     check_options(out_dir, num_speculative_tokens, dtype)
-    if method is not None and (draft_dir is None) != (method == MTP):
-        raise ValueError(
-            f"method is {method!r:.80} and draft_dir {str(draft_dir)!r:.80}; allowed: {MTP!r} "
-            "without a draft_dir, whose layer is in the target's files, or the method of a drafter "
-            "in draft_dir"
-        )
     out = Path(out_dir)
     folder = CheckpointFolder(model_dir)
+    is_own = method == MTP or (draft_dir is None and _names_own_drafter(folder, method))
+    if method is not None and (draft_dir is None) != is_own:
+        raise ValueError(
+            f"method is {method!r:.80} and draft_dir {str(draft_dir)!r:.80}; allowed: {MTP!r} "
+            "without a draft_dir, or 'dspark' where the target has such a drafter in its own "
+            "files, or the method of a drafter in draft_dir"
+        )
     if draft_dir is None and folder.has_only_pickle:
         if not allow_pickle:
             folder.check_no_pickle()
@@ -103,8 +106,8 @@ def convert(
                 staged = tempfile.TemporaryDirectory(prefix=".paceline-", dir=beside)
                 source = _without_pickles(source, target, Path(stack.enter_context(staged)))
             draft = _open_draft(source, target, tokenizer, dtype, method)
-        elif method == MTP:
-            draft = open_drafter(folder, target.as_target(), MTP)
+        elif is_own:
+            draft = open_drafter(folder, target.as_target(), method)
         return _fill(
             out,
             lambda partial: _write_folder(
@@ -116,6 +119,13 @@ def convert(
                 progress,
             ),
         )
+
+
+def _names_own_drafter(folder: CheckpointFolder, method: str | None) -> bool:
+    """Whether `method` is that of the block drafter in the target's own files."""
+    if method not in BLOCK_KINDS or folder.has_only_pickle:
+        return False
+    return own_block_kind(folder.config) == method
 
 
 def check_options(out_dir: str | os.PathLike[str], num_speculative_tokens: int, dtype: str) -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline._core import ModelFileError
@@ -42,6 +42,11 @@ from .section import Section
 
 NAME: Final = "deepseek_v4"
 ARCHITECTURE: Final = "DeepseekV4ForCausalLM"
+
+#: Keys of a block drafter in the target's own files (`deepseek_v4_dspark.py`).
+_DSPARK_KEYS: Final = "dspark_"
+BLOCK_SIZE: Final = "dspark_block_size"
+TARGET_LAYERS: Final = "dspark_target_layer_ids"
 
 _SLIDING: Final = "sliding_attention"
 _CSA: Final = "compressed_sparse_attention"
@@ -107,17 +112,43 @@ def deepseek_v4(hf: HfConfig) -> Family:
     return family(PUBLISHED, (family(SAVED), family(MODULES)))
 
 
-def describe_mtp_layer(hf: HfConfig) -> tuple[dict[str, Any], V4Shape, V4Layer, V4Formats]:
-    """The layer of `mtp.0`: its description, and what its tensors follow from.
+def has_stages(top: Section) -> bool:
+    """Whether a configuration is that of a target with a block drafter in its own files."""
+    names = top.values.get("architectures")
+    is_this = isinstance(names, list) and ARCHITECTURE in names
+    return is_this and any(key.startswith(_DSPARK_KEYS) for key in top.values)
+
+
+def read_target_layers(text: Section) -> list[int]:
+    """The key "dspark_target_layer_ids"; a block drafter has a stage for each of them.
+
+    Raises:
+        ModelFileError: It is missing, or no list of numbers.
+    """
+    layers = text.values.get(TARGET_LAYERS)
+    if not isinstance(layers, list) or not layers or any(type(i) is not int for i in layers):
+        raise text.error(TARGET_LAYERS, "a list of layers of the target")
+    return layers
+
+
+def describe_drafting_layer(
+    hf: HfConfig, more_window: int = 0
+) -> tuple[dict[str, Any], V4Shape, V4Layer, V4Formats]:
+    """A layer of `mtp.*`: its description, and what its tensors follow from.
+
+    Args:
+        hf: The target's configuration.
+        more_window: By how much its window is longer than that of the target's layers.
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The MTP layer has a compressor, or a value is not supported.
+        NotImplementedError: The layer has a compressor, or a value is not supported.
     """
     config = _read(hf)
+    config = replace(config, window=config.window + more_window)
     ratios = _read_ratios(hf.text, config.sizes.layers)
     if ratios is not None and any(ratios[config.sizes.layers :]):
-        raise hf.text.refusal("compress_ratios", "0 for the MTP layer")
+        raise hf.text.refusal("compress_ratios", "0 for the layers of mtp.*")
     layer = V4Layer(ratio=0, overlaps=False, has_indexer=False, has_token_experts=False)
     description = describe_layer(config, layer, PUBLISHED)
     return description, config.shape, layer, config.formats
@@ -272,12 +303,12 @@ def _read_ratios(text: Section, num_layers: int) -> list[int] | None:
     known = ", ".join(map(str, _TYPE_OF_RATIO))
     if not isinstance(ratios, list) or any(type(ratio) is not int for ratio in ratios):
         raise text.error(key, f"a list of {known}")
-    num_more = text.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS)
+    more_key, num_more = _num_drafting_layers(text)
     if len(ratios) not in (num_layers, num_layers + num_more):
         raise ModelFileError(
             f'{text.source}: key "{text.name(key)}" has {len(ratios)} entries; expected '
             f'{num_layers}, as "{text.name("num_hidden_layers")}" says, or {num_layers + num_more} '
-            f'with those of "{text.name("num_nextn_predict_layers")}"'
+            f'with those of "{text.name(more_key)}"'
         )
     for ratio in ratios:
         if ratio not in _TYPE_OF_RATIO:
@@ -286,6 +317,14 @@ def _read_ratios(text: Section, num_layers: int) -> list[int] | None:
                 f"support; supported: {known}"
             )
     return ratios
+
+
+def _num_drafting_layers(text: Section) -> tuple[str, int]:
+    """The layers of `mtp.*`, and the key that counts them."""
+    if text.has(TARGET_LAYERS):
+        return TARGET_LAYERS, len(read_target_layers(text))
+    key = "num_nextn_predict_layers"
+    return key, text.integer(key, 1, low=0, high=MAX_LAYERS)
 
 
 def _read_layers(text: Section, num_layers: int) -> tuple[V4Layer, ...]:

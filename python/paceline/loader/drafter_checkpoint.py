@@ -12,7 +12,9 @@ from paceline._core import ModelFileError
 from .binding import BoundTensor, bind
 from .block import translate_block
 from .block_facts import BlockFacts, guess_block_facts, read_block_facts, without_copies
+from .block_kinds import own_block_kind
 from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
+from .deepseek_v4_dspark import translate_stages
 from .drafter_ids import read_map, read_ordering
 from .drafters import BLOCK_KINDS, GEMMA4_MTP, KINDS, MTP, Target
 from .eagle import translate_eagle
@@ -66,7 +68,8 @@ def detect_method(source: Source, method: str | None = None) -> str:
 
     Returns:
         "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark". A target's MTP
-        layer drafts only where `method` says so.
+        layer drafts only where `method` says so. The block drafter in a target's own files does
+        unless `method` is "draft_model".
 
     Raises:
         ModelNotFoundError: The folder or a file is missing.
@@ -78,6 +81,8 @@ def detect_method(source: Source, method: str | None = None) -> str:
     folder = as_folder(source)
     top = folder.config
     stated = kind_of_config(top)
+    if stated is None and method != DRAFT_MODEL:
+        stated = own_block_kind(top)
     folder.check_no_pickle()
     if method == MTP and stated is None:
         check_has_mtp(top)
@@ -158,6 +163,9 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
         notes = []
         family, layer = translate_mtp(top, target, weights)
         tensors = bind(family, layer, top.source)
+    elif own_block_kind(top) == kind:
+        family, layer, notes = translate_stages(top, target, weights)
+        tensors = bind(family, layer, top.source)
     else:
         shapes = {name: tuple(shard.info(name)[1]) for name, shard in owners.items()}
         facts: Facts | BlockFacts
@@ -211,7 +219,7 @@ def drafter_config(
         ValueError: It was made for another target, or its kind is unknown.
     """
     top = Section(hf_config, source)
-    stated = kind_of_config(top)
+    stated = kind_of_config(top) or own_block_kind(top)
     kind = method or stated
     if kind not in KINDS or (stated is not None and stated != kind):
         raise ValueError(
@@ -222,6 +230,8 @@ def drafter_config(
         family, _ = translate_assistant(top, target)
     elif kind == MTP:
         family, _ = translate_mtp(top, target, None)
+    elif own_block_kind(top) == kind:
+        family, _, _ = translate_stages(top, target, None)
     elif kind in BLOCK_KINDS:
         family, _ = translate_block(kind, top, guess_block_facts(top, target), target)
     else:

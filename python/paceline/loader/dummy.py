@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline import _core
 
+from .block_kinds import own_block_kind
 from .checkpoint import check_end_ids, parse_target_config, read_hf_config
 from .converted_model import part_for
 from .drafter_checkpoint import DRAFT_MODEL, drafter_config
@@ -116,7 +117,8 @@ def dummy_drafter(
         ValueError: It was made for another target, or is for another method than `method`.
         MemoryError: There is not enough memory for the weights.
     """
-    kind = kind_of_config(Section(hf_config, name)) or method
+    top = Section(hf_config, name)
+    kind = kind_of_config(top) or method or own_block_kind(top)
     if kind is None or kind == DRAFT_MODEL:
         return None
     config = drafter_config(hf_config, target.as_target(), method=method, source=name)
@@ -129,7 +131,7 @@ def dummy_drafter(
         path=Path(name),
         family=kind,
         architecture=kind,
-        hf_config=Section(hf_config, name),
+        hf_config=top,
     )
 
 

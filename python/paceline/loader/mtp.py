@@ -89,7 +89,7 @@ def translate_mtp(
     """
     hf = check_has_mtp(top)
     whole = translate(hf)
-    _check_target(top, hf, whole, target)
+    check_same_model(top, hf, whole, target, "it is the layer")
     if hf.architecture == deepseek_v4.ARCHITECTURE:
         return _translate_v4(top, hf, whole, target, weights)
     number = target.num_layers
@@ -174,7 +174,7 @@ def _translate_v4(
             )
         if not found:
             raise _missing_layer(where, layer)
-    description, shape, described, formats = deepseek_v4.describe_mtp_layer(hf)
+    description, shape, described, formats = deepseek_v4.describe_drafting_layer(hf)
     config = _describe(whole, description, target, (), norm_output=False)
     if formats.dense is not None:
         config["drafter"]["fc"] = formats.dense.entry
@@ -207,11 +207,23 @@ def _missing_layer(where: str, layer: str) -> ModelFileError:
     )
 
 
-def _check_target(top: Section, hf: HfConfig, whole: Family, target: Target) -> None:
+def check_same_model(top: Section, hf: HfConfig, whole: Family, target: Target, what: str) -> None:
+    """Refuses the drafter in a model's own files for another target.
+
+    Args:
+        top: The configuration of the drafter's model.
+        hf: The same, parsed.
+        whole: That model.
+        target: The target.
+        what: What the drafter is or has, for messages.
+
+    Raises:
+        ValueError: They differ; names both values.
+    """
     made_for = made_for_another(top)
     if target.architecture != hf.architecture:
         raise ValueError(
-            f"{made_for} it is the layer of {hf.architecture!r}, but {target.path} is "
+            f"{made_for} {what} of {hf.architecture!r}, but {target.path} is "
             f"{target.architecture!r}"
         )
     for key, ours, theirs in (

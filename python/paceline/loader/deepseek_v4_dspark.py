@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block drafter in the files of DeepSeek-V4-Flash-0731 (method "dspark"): `mtp.0`, `mtp.1`, ...
+
+These stages are no MTP layers, although "num_nextn_predict_layers" counts 1. They are layers of a
+block drafter, which reads the mean of the target's residual streams after the layers of
+"dspark_target_layer_ids" and uses the target's embeddings and lm_head. `docs/deepseek-v4.md` has
+the equations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Final
+
+from paceline._core import ModelFileError
+
+from . import deepseek_v4
+from .decoder_tensors import tensor_spec
+from .deepseek_v4_tensors import (
+    PUBLISHED,
+    V4Formats,
+    V4Layer,
+    V4Shape,
+    end_mix,
+    layer_tensors,
+    matrix,
+)
+from .description import check_description
+from .drafters import DSPARK, Target, made_for_another
+from .families import ARCHITECTURES, translate
+from .family import Family, TensorSpec
+from .hf_config import parse_hf_config
+from .mtp import LayerWeights, check_same_model
+from .section import Section
+from .tensor_source import TensorSource, Weights
+
+_STAGE: Final = "mtp."
+#: Tensors of the confidence head, which ends a draft early and is not used yet.
+_CONFIDENCE: Final = "confidence_head."
+
+
+def has_stage(weights: Weights) -> bool:
+    """Whether the files of a target have the first stage."""
+    return any(name.startswith(f"{_STAGE}0.main_") for name in weights.owners)
+
+
+def translate_stages(
+    top: Section, target: Target, weights: Weights | None
+) -> tuple[Family, LayerWeights, list[str]]:
+    """Translates the stages of a target.
+
+    Args:
+        top: The target's configuration.
+        target: The target that they must fit: the one whose configuration this is.
+        weights: The target's tensors; None: there are none.
+
+    Returns:
+        The description with the tensors it needs, the tensors of the stages, and notes for the
+        user.
+
+    Raises:
+        ValueError: They are the stages of another target; names both values.
+        ModelFileError: A key has a wrong value, or the files do not have all stages.
+        NotImplementedError: They need something that Paceline does not support.
+    """
+    hf = parse_hf_config(top.values, top.source, ARCHITECTURES)
+    whole = translate(hf)
+    check_same_model(top, hf, whole, target, "it has the stages")
+    layers = _target_layers(top, hf.text, target)
+    count = len(layers)
+    found: dict[str, TensorSource] = {}
+    if weights is not None:
+        found = {name: s for name, s in weights.owners.items() if name.startswith(_STAGE)}
+        _check_stages(weights.where, found, hf.text, count)
+    description, shape, described, formats = deepseek_v4.describe_drafting_layer(hf, more_window=1)
+    rank = hf.text.integer("dspark_markov_rank")
+    config: dict[str, Any] = {
+        **whole.config,
+        "name": DSPARK,
+        "ties_lm_head": False,
+        "layers": [description] * count,
+        "drafter": {
+            "kind": DSPARK,
+            "target_hidden_size": target.hidden_size,
+            "aux_layers": [layer + 1 for layer in layers],
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
+            "has_fc_bias": False,
+            "has_attn_norm": True,
+            "has_final_norm": True,
+            "owns_embedding": False,
+            "owns_lm_head": False,
+            "draft_vocab_size": target.vocab_size,
+            **formats.entries("fc"),
+            "block": {
+                "size": hf.text.integer(deepseek_v4.BLOCK_SIZE, low=1, high=64),
+                "mask_token": hf.text.integer(
+                    "dspark_noise_token_id", low=0, high=target.vocab_size - 1
+                ),
+                "samples_from_anchor": True,
+                "full": {"is_causal": False},
+                "sliding": {"is_causal": False, "is_anchored": True},
+                "markov": {"kind": "vanilla", "rank": rank},
+            },
+        },
+    }
+    check_description(config, (hf.text, top))
+    family = Family(
+        DSPARK,
+        hf.architecture,
+        config,
+        tuple(_tensors(shape, described, formats, count, rank)),
+        (PUBLISHED.prefix,),
+        ignored_prefixes=(f"{_STAGE}{count - 1}.{_CONFIDENCE}",),
+        lm_head_names=(PUBLISHED.lm_head,),
+    )
+    where = "" if weights is None else weights.where
+    return family, LayerWeights(where, found), ["the drafter's confidence head is not used"]
+
+
+def _target_layers(top: Section, text: Section, target: Target) -> list[int]:
+    """The target's layers whose output the stages read, from 0."""
+    key = deepseek_v4.TARGET_LAYERS
+    layers = deepseek_v4.read_target_layers(text)
+    is_ascending = all(a < b for a, b in itertools.pairwise(layers))
+    if not is_ascending or layers[0] < 0 or layers[-1] >= target.num_layers:
+        raise ValueError(
+            f'{made_for_another(top)} key "{text.name(key)}" is {layers}; {target.path} has '
+            f"{target.num_layers} layers: allowed: 0 to {target.num_layers - 1}, in ascending order"
+        )
+    return layers
+
+
+def _check_stages(where: str, found: dict[str, TensorSource], text: Section, count: int) -> None:
+    """Refuses files with other stages than `mtp.0` to the last one."""
+    seen = sorted({name.split(".")[1] for name in found})
+    if seen == sorted(map(str, range(count))):
+        return
+    stages = ", ".join(f"{_STAGE}{number}" for number in seen) or f"no tensors '{_STAGE}*'"
+    key = text.name(deepseek_v4.TARGET_LAYERS)
+    raise ModelFileError(
+        f"{where}: the files have {stages}; method {DSPARK!r} needs {_STAGE}0 to "
+        f'{_STAGE}{count - 1}, one stage for each layer of "{key}" of {text.source}; expected '
+        "the checkpoint as published (transformers leaves the stages "
+        "out when it saves a model), or {'method': None} for plain decoding"
+    )
+
+
+def _tensors(
+    shape: V4Shape, layer: V4Layer, formats: V4Formats, count: int, rank: int
+) -> Iterator[TensorSpec]:
+    """Every tensor but those of the confidence head."""
+    first, last = f"{_STAGE}0.", f"{_STAGE}{count - 1}."
+    hidden = (shape.hidden, "hidden_size")
+    taps = (count * shape.hidden, f"{count} * hidden_size")
+    yield from matrix(formats, PUBLISHED, "fc", first, "main_proj", hidden, taps)
+    yield tensor_spec("hidden_norm.weight", f"{first}main_norm.weight", hidden)
+    for i in range(count):
+        yield from layer_tensors(shape, layer, formats, PUBLISHED, f"layers.{i}.", f"{_STAGE}{i}.")
+    yield tensor_spec("final_norm.weight", f"{last}norm.weight", hidden)
+    yield from end_mix(shape, PUBLISHED, last)
+    for name, source in (("markov.table", "markov_w1"), ("markov", "markov_w2")):
+        dims = ((shape.vocab, "vocab_size"), (rank, "dspark_markov_rank"))
+        yield tensor_spec(f"{name}.weight", f"{last}markov_head.{source}.weight", *dims)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block drafter in the files of DeepSeek-V4-Flash-0731 against its equations in float64."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import drafter_golden
+from block_reference import overfit
+from deepseek_v4_dspark import (
+    StagesReference,
+    StagesSpec,
+    stage_values,
+    write_stages,
+)
+from deepseek_v4_models import V4Spec, stored_tensors
+from deepseek_v4_reference import V4TargetReference
+from drafter_golden import NUM_TOKENS, Sequences, check_run
+from eagle_reference import TargetStates, simulate
+from paceline import LLM, SamplingParams
+
+pytestmark = pytest.mark.golden
+
+LEAST_MARGIN = 2e-4
+LEAST_COMPARED = 40
+STAGES = StagesSpec(seed=3)
+SPECS = {
+    "plain": V4Spec(seed=3),
+    "scales": V4Spec(seed=3, has_scales=True, dtype="bfloat16"),
+}
+
+
+@functools.cache
+def target_reference(case: str) -> V4TargetReference:
+    return V4TargetReference(SPECS[case])
+
+
+@functools.cache
+def sequences(case: str) -> Sequences:
+    """Prompts on both sides of the window, 11 tokens and more among them."""
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(128) for _ in range(length)) for length in (2, 7, 11, 30)]
+    greedy = target_reference(case).greedy
+    return tuple((prompt, tuple(greedy(prompt, NUM_TOKENS))) for prompt in prompts)
+
+
+@functools.cache
+def trained(case: str) -> tuple[Path, StagesReference]:
+    """A drafter that is right about every other time."""
+    spec = SPECS[case]
+    reference = StagesReference(spec, STAGES, target_reference(case))
+    texts = [[*prompt, *continuation] for prompt, continuation in sequences(case)]
+    values = stage_values(spec, STAGES)
+    values |= overfit(reference, texts, steps=60, rate=0.01, seed=1)
+    stored = stored_tensors(spec, values)
+    path = Path(tempfile.mkdtemp(prefix="paceline-v4-dspark-")) / "model"
+    path.mkdir()
+    write_stages(path, spec, STAGES, stored)
+    reference = StagesReference(spec, STAGES, target_reference(case), stored)
+    ends = {prompt: len(prompt) + NUM_TOKENS for prompt, _ in sequences(case)}
+
+    def room(tokens: Any) -> int:
+        end = next(end for prompt, end in ends.items() if tuple(tokens[: len(prompt)]) == prompt)
+        return end - len(tokens)
+
+    reference.room = room
+    return path, reference
+
+
+def config_of(k: int, driver: str = "unrolled") -> dict[str, Any]:
+    nested = {"draft_driver": driver, "adaptive": False}
+    return {"method": "dspark", "num_speculative_tokens": k, "x": nested}
+
+
+def check(case: str, k: int, **engine: Any) -> None:
+    path, reference = trained(case)
+    config = config_of(k, engine.pop("draft_driver", "unrolled"))
+    found = drafter_golden.run(path, sequences(case), config, ("method", "dspark"), **engine)
+    check_run(reference, sequences(case), *found, k, LEAST_MARGIN, LEAST_COMPARED)
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_every_iteration_equals_the_reference(case: str) -> None:
+    check(case, STAGES.block_size)
+
+
+@pytest.mark.parametrize(
+    ("k", "engine"),
+    [
+        (1, {}),
+        (2, {"prefill_chunk_size": 1}),
+        (3, {"prefill_chunk_size": 7, "block_size": 5}),
+        (4, {"max_num_seqs": 1, "draft_driver": "replay"}),
+        (5, {"draft_driver": "eager", "num_threads": 1}),
+        (5, {"block_size": 1}),
+    ],
+    ids=str,
+)
+def test_drafts_do_not_depend_on_the_engine(k: int, engine: dict[str, Any]) -> None:
+    check("plain", k, **engine)
+
+
+def test_drafts_after_a_preemption() -> None:
+    """A preempted sequence is computed again, with one token and no drafts in that iteration."""
+    path, reference = trained("plain")
+    k, compared, resumed = STAGES.block_size, 0, 0
+    tokens: list[list[int]] = [[] for _ in sequences("plain")]
+    emitted: list[list[int]] = [[] for _ in tokens]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    engine: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 80}
+    with LLM(path, speculative_config=config_of(k), kv_cache_bytes=250 << 10, show_progress=False,
+             **engine) as llm:  # fmt: skip
+        for chunk in llm.stream([list(prompt) for prompt, _ in sequences("plain")], params):
+            if tokens[chunk.index] and chunk.token_ids:
+                emitted[chunk.index].append(len(chunk.token_ids))
+            tokens[chunk.index] += chunk.token_ids
+        num_preemptions = llm.stats()["num_preemptions"]
+        assert llm._executor.check_integrity() == ""
+    for (prompt, continuation), counts in zip(sequences("plain"), emitted, strict=True):
+        states = reference.target.states([*prompt, *continuation])
+        position = 1
+        for count in counts:
+            known = [*prompt, *continuation[:position]]
+            drafts = reference.draft(known, k, states.first(len(known) - 1))
+            rest = continuation[position:]
+            agreed = [d.token == t for d, t in zip(drafts, rest, strict=False)]
+            expected = min([*agreed, False].index(False) + 1, len(rest))
+            is_clear = all(draft.margin >= LEAST_MARGIN for draft in drafts[:expected])
+            if is_clear and count != expected:
+                assert count == 1
+                resumed += 1
+            position += count
+            compared += is_clear
+    assert tokens == [list(continuation) for _, continuation in sequences("plain")]
+    assert resumed <= num_preemptions
+    assert num_preemptions > 0
+    assert compared >= LEAST_COMPARED
+
+
+def test_a_wrong_reference_is_noticed() -> None:
+    """References that are wrong in one point emit something else."""
+    _, right = trained("plain")
+
+    def emitted(reference: StagesReference) -> list[list[int]]:
+        return [simulate(reference, p, c, STAGES.block_size).emitted for p, c in sequences("plain")]
+
+    def move_the_window(wrong: StagesReference) -> None:
+        wrong.config["sliding_window"] += 1
+
+    def read_one_stream(wrong: StagesReference) -> None:
+        wrong.streams_of = lambda streams: streams[:, 0]  # type: ignore[method-assign]
+
+    def swap_stages(wrong: StagesReference) -> None:
+        for name in [name for name in wrong.weights if name.startswith("mtp.0.")]:
+            other = name.replace("mtp.0.", "mtp.1.")
+            if other in wrong.weights:
+                w = wrong.weights
+                w[name], w[other] = w[other], w[name]
+
+    def take_another_token(wrong: StagesReference) -> None:
+        wrong.mask_token -= 1
+
+    def read_earlier_layers(wrong: StagesReference) -> None:
+        wrong.spec = replace(wrong.spec, layers=(0, 1, 2))
+
+    def drop_the_last_token(wrong: StagesReference) -> None:
+        context = wrong.context
+
+        def shorter(states: TargetStates) -> torch.Tensor:
+            whole = context(states)
+            return torch.cat([whole[:-1], whole[-2:-1]])
+
+        wrong.context = shorter  # type: ignore[method-assign]
+
+    expected = emitted(right)
+    for change in (
+        move_the_window,
+        read_one_stream,
+        swap_stages,
+        take_another_token,
+        read_earlier_layers,
+        drop_the_last_token,
+    ):
+        wrong = StagesReference(SPECS["plain"], STAGES, right.target)
+        wrong.weights = dict(right.weights)
+        wrong.room = right.room
+        change(wrong)
+        assert emitted(wrong) != expected, change.__name__
