@@ -12,6 +12,7 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
+#include "support/errors.h"
 #include "support/jobs.h"
 #include "support/logprob_checks.h"
 #include "support/tiny_models.h"
@@ -19,7 +20,9 @@
 namespace paceline {
 namespace {
 
+using testing::expect_contains;
 using testing::Job;
+using testing::message_of;
 using testing::mix_logprobs;
 using testing::mix_sampling;
 using testing::Outcome;
@@ -164,15 +167,10 @@ TEST(EngineLogprobs, RefusesWhatItHasNoRoomFor) {
   const auto model = tiny_model(TinyModel{}, 3);
   const auto refusal = [&](int32_t max_logprobs, const Request& request) -> std::string {
     Executor executor(model, nullptr, options_of(0, max_logprobs));
-    try {
-      (void)executor.add_request(request);
-    } catch (const InvalidArgument& error) {
-      return error.what();
-    }
-    return "";
+    return message_of<InvalidArgument>([&] { (void)executor.add_request(request); });
   };
   const auto expect = [](const std::string& text, const char* part) {
-    EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
+    expect_contains(text, {part});
   };
   const Request three = {.prompt = {1}, .sampling = {.logprobs = 3}};
   const Request prompt_three = {.prompt = {1}, .sampling = {.prompt_logprobs = 3}};

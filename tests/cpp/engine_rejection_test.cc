@@ -15,6 +15,7 @@
 
 #include "cpp/engine_options.h"
 #include "support/draft_head_checks.h"
+#include "support/errors.h"
 #include "support/jobs.h"
 #include "support/oracle.h"
 #include "support/tiny_models.h"
@@ -264,16 +265,12 @@ TEST(RejectingEngine, RefusesBadOptions) {
                            bool has_draft = true) -> std::string {
     ExecutorOptions options = options_of(3, kStandard);
     change(options.speculative);
-    try {
-      Executor executor(model, has_draft ? model : nullptr, options);
-    } catch (const InvalidArgument& error) {
-      return error.what();
-    }
-    return "";
+    return message_of<InvalidArgument>(
+        [&] { Executor executor(model, has_draft ? model : nullptr, options); });
   };
   using S = SpeculativeOptions;
   const auto expect = [](const std::string& text, const char* part) {
-    EXPECT_NE(text.find(part), std::string::npos) << text;
+    expect_contains(text, {part});
   };
   EXPECT_EQ(message([](S&) {}), "");
   expect(message([](S& s) { s.num_draft_proposals = 257; }),
