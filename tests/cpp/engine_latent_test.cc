@@ -18,6 +18,7 @@
 #include "device/program.h"
 #include "ops/latent.h"
 #include "ops/ops.h"
+#include "support/all_accepted.h"
 #include "support/jobs.h"
 #include "support/planted_faults.h"
 #include "support/raw_models.h"
@@ -29,13 +30,13 @@ namespace {
 
 namespace reference = testing::reference;
 
+using testing::expect_all_accepted;
 using testing::expect_equals_plain;
 using testing::Job;
 using testing::kPlantPrefilled;
 using testing::make_latent;
 using testing::make_mixture;
 using testing::mix_sampling;
-using testing::Outcome;
 using testing::Pick;
 using testing::planted_logits;
 using testing::random_jobs;
@@ -43,7 +44,6 @@ using testing::random_raw_model;
 using testing::random_tokens;
 using testing::RawModel;
 using testing::relative_error;
-using testing::run;
 using testing::seed_from_env;
 using testing::small_engine_options;
 using testing::Tally;
@@ -66,10 +66,7 @@ TEST(EngineLatent, SelfDraftAcceptsEverything) {
       for (const int32_t k : {1, 3, 16}) {
         std::mt19937_64 random(11);
         Executor executor(model, model, small_engine_options(k));
-        for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
-          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-        }
-        EXPECT_EQ(executor.check_integrity(), "");
+        expect_all_accepted(executor, random_jobs(random, 12, 64, temperature));
       }
     }
   }

@@ -21,6 +21,7 @@
 #include "executor/cpu_runner.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
+#include "support/all_accepted.h"
 #include "support/draft_head_checks.h"
 #include "support/invariance.h"
 #include "support/jobs.h"
@@ -39,6 +40,7 @@ using testing::all_heads;
 using testing::by_windows;
 using testing::DirectRunner;
 using testing::expect_a_chunk_takes_any_routing;
+using testing::expect_all_accepted;
 using testing::expect_bad_logits_end_one_request;
 using testing::expect_equals_plain;
 using testing::expect_same_bits;
@@ -46,7 +48,6 @@ using testing::Job;
 using testing::kPlantPrefilled;
 using testing::make_mixture;
 using testing::mix_sampling;
-using testing::Outcome;
 using testing::Pick;
 using testing::planted_logits;
 using testing::random_jobs;
@@ -55,7 +56,6 @@ using testing::random_raw_model;
 using testing::random_tokens;
 using testing::RawModel;
 using testing::relative_error;
-using testing::run;
 using testing::seed_from_env;
 using testing::small_engine_options;
 using testing::Tally;
@@ -82,10 +82,7 @@ TEST(EngineMixture, SelfDraftAcceptsEverything) {
       for (const int32_t k : {1, 3, 16}) {
         std::mt19937_64 random(11);
         Executor executor(model, model, small_engine_options(k));
-        for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
-          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-        }
-        EXPECT_EQ(executor.check_integrity(), "");
+        expect_all_accepted(executor, random_jobs(random, 12, 64, temperature));
       }
     }
   }

@@ -14,6 +14,7 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
+#include "support/all_accepted.h"
 #include "support/draft_head_checks.h"
 #include "support/errors.h"
 #include "support/jobs.h"
@@ -44,13 +45,7 @@ TEST(RejectingEngine, SelfDraftAcceptsEverything) {
         ExecutorOptions options = options_of(k, method);
         options.speculative.num_draft_proposals = 64;  // the vocabulary
         Executor executor(model, model, options);
-        int64_t drafted = 0;
-        for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
-          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-          drafted += outcome.counters.num_draft_tokens;
-        }
-        EXPECT_GT(drafted, 0);
-        EXPECT_EQ(executor.check_integrity(), "");
+        expect_all_accepted(executor, random_jobs(random, 12, 64, temperature));
       }
     }
   }

@@ -17,12 +17,14 @@
 
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
+#include "support/all_accepted.h"
 #include "support/jobs.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+using testing::expect_all_accepted;
 using testing::expect_equals_plain;
 using ::testing::HasSubstr;
 using testing::Job;
@@ -60,10 +62,7 @@ TEST(Engine, SelfDraftAcceptsEverything) {
           ExecutorOptions options = small_engine_options(k);
           options.draft_schedule_seed = schedule;
           Executor executor(model, model, options);
-          for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
-            EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-          }
-          EXPECT_EQ(executor.check_integrity(), "");
+          expect_all_accepted(executor, random_jobs(random, 12, 64, temperature));
         }
       }
     }

@@ -11,6 +11,7 @@
 
 #include <paceline/executor.h>
 
+#include "support/all_accepted.h"
 #include "support/draft_head_checks.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
@@ -22,6 +23,7 @@ namespace paceline {
 namespace {
 
 using testing::all_heads;
+using testing::expect_all_accepted;
 using testing::Job;
 using testing::make_mixture;
 using testing::mix_sampling;
@@ -102,13 +104,7 @@ TEST_F(CudaDraftHead, OraclesAreAlwaysRight) {
           if (cell % 3 == 1) options.kv_cache_bytes = 1 << 20;  // forces preemption
           ++cell;
           Executor executor(target, head, options);
-          int64_t drafted = 0;
-          for (const Outcome& o : run(executor, random_jobs(random, 20, 64, temperature, 60, 90))) {
-            EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens);
-            drafted += o.counters.num_draft_tokens;
-          }
-          EXPECT_GT(drafted, 0);
-          EXPECT_EQ(executor.check_integrity(), "");
+          expect_all_accepted(executor, random_jobs(random, 20, 64, temperature, 60, 90));
         }
       }
     }

@@ -15,6 +15,7 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "support/all_accepted.h"
 #include "support/errors.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
@@ -26,6 +27,7 @@ namespace paceline {
 namespace {
 
 using testing::apart;
+using testing::expect_all_accepted;
 using testing::Job;
 using testing::make_gemma4;
 using testing::make_latent;
@@ -74,17 +76,11 @@ ExecutorOptions options_of(int32_t k) {
 }
 
 // The model drafts for itself, so the target must accept every draft.
-void expect_all_accepted(const std::shared_ptr<const Model>& model, const ExecutorOptions& options,
-                         double temperature) {
+void expect_self_draft(const std::shared_ptr<const Model>& model, const ExecutorOptions& options,
+                       double temperature) {
   std::mt19937_64 random(11);
   Executor executor(model, model, options);
-  int64_t num_drafts = 0;
-  for (const Outcome& outcome : run(executor, random_jobs(random, 20, 64, temperature, 300, 300))) {
-    EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-    num_drafts += outcome.counters.num_draft_tokens;
-  }
-  EXPECT_GT(num_drafts, 500);
-  EXPECT_EQ(executor.check_integrity(), "");
+  expect_all_accepted(executor, random_jobs(random, 20, 64, temperature, 300, 300), 500);
 }
 
 TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
@@ -110,7 +106,7 @@ TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
     const auto model = model_of(shape, 7);
     for (const double temperature : {0.0, 1.0}) {
       for (const int32_t k : {1, 3, 8, 16}) {
-        expect_all_accepted(model, options_of(k), temperature);
+        expect_self_draft(model, options_of(k), temperature);
       }
     }
   }
@@ -265,7 +261,7 @@ TEST_F(CudaEngine, SelfDraftIsAcceptedByOtherMethods) {
         ExecutorOptions options = options_of(k);
         options.speculative.accept_method = method;
         options.speculative.num_draft_proposals = 64;  // the vocabulary
-        expect_all_accepted(model, options, temperature);
+        expect_self_draft(model, options, temperature);
       }
     }
   }

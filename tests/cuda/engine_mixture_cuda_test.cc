@@ -13,6 +13,7 @@
 
 #include <paceline/executor.h>
 
+#include "support/all_accepted.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
 #include "support/mixture_checks.h"
@@ -23,12 +24,11 @@ namespace paceline {
 namespace {
 
 using testing::expect_a_chunk_takes_any_routing;
+using testing::expect_all_accepted;
 using testing::expect_bad_logits_end_one_request;
-using testing::Outcome;
 using testing::random_jobs;
 using testing::random_raw_model;
 using testing::RawModel;
-using testing::run;
 using testing::tiny_config_json;
 using testing::tiny_model;
 using testing::TinyModel;
@@ -73,14 +73,7 @@ TEST_F(CudaMixture, SelfDraftAcceptsEverything) {
       for (const int32_t k : {1, 3, 8, 16}) {
         std::mt19937_64 random(11);
         Executor executor(model, model, options_of(k));
-        int64_t num_drafts = 0;
-        for (const Outcome& outcome :
-             run(executor, random_jobs(random, 20, 64, temperature, 300, 300))) {
-          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-          num_drafts += outcome.counters.num_draft_tokens;
-        }
-        EXPECT_GT(num_drafts, 500);
-        EXPECT_EQ(executor.check_integrity(), "");
+        expect_all_accepted(executor, random_jobs(random, 20, 64, temperature, 300, 300), 500);
       }
     }
   }

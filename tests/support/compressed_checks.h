@@ -15,6 +15,7 @@
 
 #include <paceline/executor.h>
 
+#include "support/all_accepted.h"
 #include "support/jobs.h"
 
 namespace paceline::testing {
@@ -32,14 +33,8 @@ inline void expect_self_draft_accepts_everything(const std::shared_ptr<const Mod
     SCOPED_TRACE("k " + std::to_string(k) + ", temperature " + std::to_string(temperature));
     std::mt19937_64 random(11);
     Executor executor(model, model, options_of(k));
-    int64_t num_drafts = 0;
-    for (const Outcome& outcome :
-         run(executor, random_jobs(random, 12, 64, temperature, longest_prompt, most_tokens))) {
-      EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-      num_drafts += outcome.counters.num_draft_tokens;
-    }
-    EXPECT_GT(num_drafts, 50);
-    EXPECT_EQ(executor.check_integrity(), "");
+    expect_all_accepted(executor,
+                        random_jobs(random, 12, 64, temperature, longest_prompt, most_tokens), 50);
     temperature = 1 - temperature;
   }
 }
