@@ -17,6 +17,7 @@
 #include "cpp/equality_checks.h"
 #include "ops/ops.h"
 #include "speculate/row_ops.h"
+#include "support/all_accepted.h"
 #include "support/block_oracle.h"
 #include "support/draft_head_checks.h"
 #include "support/jobs.h"
@@ -30,18 +31,17 @@ using testing::block_oracle;
 using testing::block_oracle_target;
 using testing::BlockOracle;
 using testing::BlockSource;
+using testing::expect_all_accepted;
 using testing::expect_equals_plain;
 using testing::Job;
 using testing::llama_of;
 using testing::mix_sampling;
-using testing::Outcome;
 using testing::Pick;
 using testing::planted_acceptance;
 using testing::random_jobs;
 using testing::random_raw_head;
 using testing::random_raw_model;
 using testing::RawModel;
-using testing::run;
 using testing::seed_from_env;
 using testing::small_engine_options;
 using testing::Tally;
@@ -131,16 +131,11 @@ TEST(BlockDrafter, OraclesAreAlwaysRight) {
         if (cell % 2 == 1) options.kv_cache_bytes = 600 << 10;  // forces preemption
         ++cell;
         Executor executor(target, drafter, options);
-        int64_t drafted = 0;
-        for (const Outcome& o : run(executor, random_jobs(random, 12, 64, temperature, 60, 60))) {
-          EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens)
-              << "source " << static_cast<int>(oracle.source) << " window " << oracle.windows[0]
-              << " anchor " << oracle.block.samples_from_anchor << " k " << k << " T "
-              << temperature;
-          drafted += o.counters.num_draft_tokens;
-        }
-        EXPECT_GT(drafted, 0);
-        EXPECT_EQ(executor.check_integrity(), "");
+        SCOPED_TRACE(::testing::Message()
+                     << "source " << static_cast<int>(oracle.source) << " window "
+                     << oracle.windows[0] << " anchor " << oracle.block.samples_from_anchor << " k "
+                     << k << " T " << temperature);
+        expect_all_accepted(executor, random_jobs(random, 12, 64, temperature, 60, 60));
         preemptions += executor.stats().num_preemptions;
       }
     }

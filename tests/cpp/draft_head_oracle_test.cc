@@ -16,6 +16,7 @@
 #include "cpp/engine_options.h"
 #include "ops/ops.h"
 #include "speculate/row_ops.h"
+#include "support/all_accepted.h"
 #include "support/jobs.h"
 #include "support/oracle.h"
 #include "support/planted_acceptance.h"
@@ -24,14 +25,13 @@
 namespace paceline {
 namespace {
 
+using testing::expect_all_accepted;
 using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
-using testing::Outcome;
 using testing::planted_acceptance;
 using testing::random_jobs;
 using testing::RawModel;
-using testing::run;
 using testing::small_engine_options;
 using testing::TinyDraftHead;
 
@@ -79,16 +79,11 @@ TEST(DraftHead, OraclesAreAlwaysRight) {
         if (cell % 2 == 1) options.kv_cache_bytes = 600 << 10;  // forces preemption
         ++cell;
         Executor executor(target, head, options);
-        int64_t drafted = 0;
-        for (const Outcome& o : run(executor, random_jobs(random, 12, 64, temperature, 60, 60))) {
-          EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens)
-              << "kind " << static_cast<int>(oracle.kind) << " hidden " << oracle.reads_hidden
-              << " reduced " << oracle.is_reduced << " part " << oracle.aux_part << " k " << k
-              << " T " << temperature;
-          drafted += o.counters.num_draft_tokens;
-        }
-        EXPECT_GT(drafted, 0);
-        EXPECT_EQ(executor.check_integrity(), "");
+        SCOPED_TRACE(::testing::Message()
+                     << "kind " << static_cast<int>(oracle.kind) << " hidden "
+                     << oracle.reads_hidden << " reduced " << oracle.is_reduced << " part "
+                     << oracle.aux_part << " k " << k << " T " << temperature);
+        expect_all_accepted(executor, random_jobs(random, 12, 64, temperature, 60, 60));
         preemptions += executor.stats().num_preemptions;
       }
     }
@@ -186,9 +181,7 @@ TEST(DraftHead, AWholeVocabularyNeedsNoMap) {
     EXPECT_EQ(model->weights.head.draft_to_target != nullptr, has_map);
     std::mt19937_64 random(4);
     Executor executor(target, model, small_engine_options(5));
-    for (const Outcome& o : run(executor, random_jobs(random, 8, 64, 1.0))) {
-      EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens);
-    }
+    expect_all_accepted(executor, random_jobs(random, 8, 64, 1.0));
   }
 }
 
