@@ -76,9 +76,11 @@ class SpeculativeConfig:
         draft_driver: Under "x". What repeats the draft step: "unrolled", "replay", "while" or
             "eager". All give identical bits.
         draft_stop_threshold: Under "x", 0 to below 1. Drafting for a sequence ends once the
-            drafter's probability of a draft falls below this. That draft is still verified, and the
-            output does not change. 0 = off; other values need draft_driver "while" and a method
-            other than "ngram" and "custom".
+            drafter's probability of a draft falls below this. That draft is still verified. A block
+            drafter with a confidence head ends the drafts before the first one whose estimated
+            chance of acceptance is below this, which may leave none. With "coupled" acceptance
+            the output does not change. 0 = off; other values need draft_driver "while" and a
+            method other than "ngram" and "custom".
         draft_position: Under "x", "gemma4_mtp" only. The position of the queries of all drafts:
             "last", the last position with KV of the target (None means this), or "next", that of
             the newest token. Engines differ here. The keys are the same, so only acceptance can

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import block_models
-from block_models import BlockSpec
+from block_checks import SPECS, TARGET, drafter, greedy, opened
 from drafter_checks import (
     ENGINE,
     PROMPTS,
@@ -24,9 +24,7 @@ from drafter_checks import (
 from errors import raises
 from paceline import LLM, SamplingParams
 from paceline._core import ModelFileError
-from paceline.loader import open_checkpoint, open_drafter
 from tiny_models import (
-    TinySpec,
     copy_checkpoint,
     edit_config,
     edit_tensors,
@@ -36,21 +34,6 @@ from tiny_models import (
     write_json,
 )
 
-TARGET = TinySpec("qwen3", seed=40, num_layers=8)
-SPECS = {
-    "z-lab": BlockSpec("z-lab", window=6, num_layers=3),
-    "deepseek": BlockSpec("deepseek", markov_rank=8),
-    "speculators": BlockSpec("speculators", window=6, markov_rank=8, draft_vocab_size=64),
-}
-
-
-def drafter(layout: str, out: Path, **changes: Any) -> Path:
-    return block_models.write(replace(SPECS[layout], **changes), make(TARGET), out / "drafter")
-
-
-def opened(path: Path) -> Any:
-    return open_drafter(path, open_checkpoint(make(TARGET)).as_target())
-
 
 @pytest.mark.parametrize(
     "x",
@@ -58,6 +41,7 @@ def opened(path: Path) -> Any:
         {},
         {"draft_driver": "replay", "adaptive": True},
         {"draft_driver": "while", "draft_stop_threshold": 0.02},
+        {"draft_driver": "while", "draft_stop_threshold": 0.5, "adaptive": True},
     ],
 )
 @pytest.mark.parametrize("layout", SPECS)
@@ -80,8 +64,7 @@ def test_output_is_that_of_plain_decoding(layout: str, x: dict[str, Any], tmp_pa
 def test_a_drafter_of_the_same_law_is_always_right(layout: str, tmp_path: Path) -> None:
     """A draft is right if, and only if, it was drawn with the noise of its own position."""
     spec = SPECS[layout]
-    if layout == "speculators":
-        spec = replace(spec, draft_vocab_size=None)
+    spec = replace(spec, draft_vocab_size=None)
     target, path = context_free_pair(make(TARGET), spec, tmp_path)
     if spec.markov_rank:
         edit_tensors(path, lambda tensors: tensors["markov_head.markov_w2.weight"].zero_())
@@ -89,18 +72,34 @@ def test_a_drafter_of_the_same_law_is_always_right(layout: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
-@pytest.mark.parametrize("layout", ["deepseek", "speculators"])
-def test_rejection_gives_the_law_of_the_target(layout: str, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "threshold"),
+    [
+        ("deepseek", 0.0),
+        ("speculators", 0.0),
+        ("gated", 0.0),
+        ("gated", 0.5),
+        ("rnn", 0.0),
+        ("rnn", 0.5),
+    ],
+)
+def test_rejection_gives_the_law_of_the_target(
+    layout: str, threshold: float, method: str, tmp_path: Path
+) -> None:
     """Each token of the output has the target's one law, by a test of chi squared.
 
-    The drafter's law is another one, and with the Markov head it depends on the token before.
+    The drafter's law is another one, and with the Markov head it depends on the token before. With
+    a threshold so does the number of drafts: after half of the tokens no draft follows.
     """
-    spec = SPECS[layout]
+    spec = replace(SPECS[layout], confidence="token" if threshold else "")
     target, path = context_free_pair(make(TARGET), spec, tmp_path)
+    if threshold:
+        edit_tensors(path, read_tokens_alone)
     config = {
         "model": str(path),
         "num_speculative_tokens": spec.max_drafts,
         "rejection_sample_method": method,
+        "x": {"draft_driver": "while", "draft_stop_threshold": threshold},
     }
     params = [SamplingParams(temperature=1.0, max_tokens=250, seed=seed) for seed in range(24)]
     with LLM(target, speculative_config=config, **(ENGINE | {"max_num_seqs": 8})) as llm:
@@ -117,8 +116,17 @@ def test_rejection_gives_the_law_of_the_target(layout: str, method: str, tmp_pat
     assert 0.05 < acceptance < 0.95
 
 
+def read_tokens_alone(tensors: dict[str, torch.Tensor]) -> None:
+    """Makes a confidence head read the token before a draft and nothing else."""
+    rank = tensors["markov_head.markov_w1.weight"].shape[1]
+    weight = tensors["confidence_head.proj.weight"]
+    weight[:, :-rank] = 0.0
+    weight[:, -rank:] *= 10.0
+    tensors["confidence_head.proj.bias"].zero_()
+
+
 @pytest.mark.parametrize("method", ["standard", "block"])
-@pytest.mark.parametrize("layout", ["z-lab", "deepseek"])
+@pytest.mark.parametrize("layout", ["z-lab", "deepseek", "gated", "rnn"])
 def test_rejection_at_temperature_0(layout: str, method: str, tmp_path: Path) -> None:
     config = {
         "model": str(drafter(layout, tmp_path)),
@@ -155,12 +163,10 @@ def test_a_request_with_fewer_drafts_beside_others(layout: str, tmp_path: Path) 
     assert [o.outputs[0].token_ids for o in beside] == [o.outputs[0].token_ids for o in alone]
 
 
-def greedy() -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=24)
-
-
-def test_converted_pair(tmp_path: Path) -> None:
-    check_both_ways(make(TARGET), drafter("speculators", tmp_path), tmp_path / "converted")
+@pytest.mark.parametrize("heads", [{}, {"markov_type": "gated", "confidence": "token"}])
+@pytest.mark.parametrize("layout", ["speculators", "rnn"])
+def test_converted_pair(layout: str, heads: dict[str, str], tmp_path: Path) -> None:
+    check_both_ways(make(TARGET), drafter(layout, tmp_path, **heads), tmp_path / "converted")
 
 
 @pytest.mark.parametrize("layout", SPECS)
@@ -198,12 +204,6 @@ def edit_nested(path: Path, section: str, **changes: Any) -> None:
             lambda path: edit_nested(path, "dflash_config", attention_sink_bias=True),
             NotImplementedError,
             ("dflash_config.attention_sink_bias",),
-        ),
-        (
-            "deepseek",
-            lambda path: edit_config(path, markov_head_type="gated"),
-            NotImplementedError,
-            ("markov_head_type", "gated", "vanilla"),
         ),
         (
             "deepseek",
@@ -311,7 +311,9 @@ def test_subfolders_that_do_not_say_which(target_with: Any) -> None:
         LLM(make(TARGET), speculative_config={"method": "dspark"}, **ENGINE)
 
 
-@pytest.mark.parametrize(("layout", "k"), [("z-lab", 4), ("deepseek", 5), ("speculators", 5)])
+@pytest.mark.parametrize(
+    ("layout", "k"), [("z-lab", 4), ("deepseek", 5), ("speculators", 5), ("gated", 5), ("rnn", 4)]
+)
 def test_k_of_the_folder(layout: str, k: int, tmp_path: Path) -> None:
     config = {"method": SPECS[layout].method, "model": str(drafter(layout, tmp_path))}
     with LLM(make(TARGET), speculative_config=config, load_format="dummy", **ENGINE) as llm:

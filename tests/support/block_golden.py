@@ -16,7 +16,13 @@ import drafter_golden
 import tiny_models
 from block_models import BlockSpec
 from block_reference import BlockReference, overfit
-from drafter_golden import NUM_TOKENS, check_run, target_reference, target_sequences
+from drafter_golden import (
+    NUM_TOKENS,
+    check_preempted_run,
+    check_run,
+    target_reference,
+    target_sequences,
+)
 from paceline.loader.convert import convert
 from tiny_models import TinySpec
 
@@ -73,7 +79,42 @@ CASES: dict[str, tuple[TinySpec, BlockSpec]] = {
         QWEN3,
         BlockSpec("speculators", markov_rank=8, draft_vocab_size=64, window=7, is_causal=False),
     ),
+    "deepseek, gated": (QWEN3, BlockSpec("deepseek", markov_rank=8, markov_type="gated")),
+    "deepseek, rnn": (QWEN3, BlockSpec("deepseek", markov_rank=8, markov_type="rnn")),
+    "speculators, gated": (
+        LLAMA,
+        BlockSpec("speculators", markov_rank=8, markov_type="gated", draft_vocab_size=64, window=7),
+    ),
+    "speculators, rnn": (
+        QWEN3,
+        BlockSpec("speculators", markov_rank=8, markov_type="rnn", draft_vocab_size=64),
+    ),
+    "speculators, rnn, first row predicts nothing": (
+        QWEN3,
+        BlockSpec("speculators", markov_rank=8, markov_type="rnn", from_anchor=False),
+    ),
+    "speculators, first row predicts nothing": (
+        QWEN3,
+        BlockSpec("speculators", markov_rank=8, from_anchor=False),
+    ),
+    "deepseek, confidence": (QWEN3, BlockSpec("deepseek", markov_rank=8, confidence="token")),
+    "nested dflash, confidence": (QWEN3, BlockSpec("nested", confidence="hidden")),
+    "deepseek, rnn, confidence of hidden states": (
+        QWEN3,
+        BlockSpec("deepseek", markov_rank=8, markov_type="rnn", confidence="hidden"),
+    ),
+    "speculators, gated, confidence, first row predicts nothing": (
+        QWEN3,
+        BlockSpec(
+            "speculators",
+            markov_rank=8,
+            markov_type="gated",
+            confidence="token",
+            from_anchor=False,
+        ),
+    ),
 }
+LEAST_CONFIDENCE = 0.3
 
 
 @functools.cache
@@ -103,12 +144,39 @@ def trained(case: str) -> tuple[Path, BlockReference]:
     return path, reference
 
 
-def check(case: str, k: int, **engine: Any) -> None:
-    """Runs a case and compares it with the reference."""
+def check(case: str, k: int, *, stops: bool = False, **engine: Any) -> None:
+    """Runs a case and compares it with the reference.
+
+    Args:
+        case: One of `CASES`.
+        k: The number of drafts.
+        stops: End the drafts before one with a low confidence.
+        **engine: Arguments of `LLM`, and the draft driver.
+    """
+    target, _ = CASES[case]
+    _, reference = trained(case)
+    tokens, emitted = _run(case, k, stops, **engine)
+    check_run(reference, target_sequences(target), tokens, emitted, k, LEAST_MARGIN, LEAST_COMPARED)
+
+
+def check_preempted(case: str, k: int, *, stops: bool = False, **engine: Any) -> None:
+    """The same with a KV pool that is too small for all sequences."""
+    target, _ = CASES[case]
+    _, reference = trained(case)
+    stats: dict[str, Any] = {}
+    _, emitted = _run(case, k, stops, stats=stats, **engine)
+    preemptions = stats["num_preemptions"]
+    check_preempted_run(reference, target_sequences(target), emitted, preemptions, k, LEAST_MARGIN)
+
+
+def _run(case: str, k: int, stops: bool, **engine: Any) -> tuple[list[list[int]], list[list[int]]]:
     target, spec = CASES[case]
     path, reference = trained(case)
-    driver = engine.pop("draft_driver", "unrolled")
-    config: dict[str, Any] = {"num_speculative_tokens": k, "x": {"draft_driver": driver}}
+    x: dict[str, Any] = {"draft_driver": engine.pop("draft_driver", "unrolled")}
+    reference.least_confidence = LEAST_CONFIDENCE if stops else 0.0
+    if stops:
+        x = {"draft_driver": "while", "draft_stop_threshold": LEAST_CONFIDENCE}
+    config: dict[str, Any] = {"num_speculative_tokens": k, "x": x}
     folder = tiny_models.make(target)
     if spec.has_mask_embedding:
         # The drafter is read from a converted folder, since this embedding is a pickle.
@@ -116,7 +184,5 @@ def check(case: str, k: int, **engine: Any) -> None:
         folder = convert(folder, out, path, allow_pickle=True, progress=False)
     else:
         config["model"] = str(path)
-    tokens, emitted = drafter_golden.run(
-        folder, target_sequences(target), config, ("method", spec.method), **engine
-    )
-    check_run(reference, target_sequences(target), tokens, emitted, k, LEAST_MARGIN, LEAST_COMPARED)
+    sequences = target_sequences(target)
+    return drafter_golden.run(folder, sequences, config, ("method", spec.method), **engine)

@@ -39,6 +39,10 @@ class BlockSpec:
         is_causal: What the file says of causality in sliding layers; None: it says nothing.
         aux_layers: The target's layers by their input.
         markov_rank: Columns of the Markov head's table; 0: DFlash.
+        markov_type: "vanilla", "gated" or "rnn".
+        confidence: What the confidence head reads: "hidden" states, or the "token" before, too;
+            "": there is none.
+        from_anchor: What a speculators file says of the row of the newest token; None: nothing.
         draft_vocab_size: Rows of the lm_head; None: all ids.
         attention_bias: Biases on q, k, v and o.
         intermediate_size: Width of the MLP.
@@ -60,6 +64,9 @@ class BlockSpec:
     is_causal: bool | None = None
     aux_layers: tuple[int, ...] = (1, 3, 5)
     markov_rank: int = 0
+    markov_type: str = "vanilla"
+    confidence: str = ""
+    from_anchor: bool | None = None
     draft_vocab_size: int | None = None
     attention_bias: bool = False
     intermediate_size: int = 80
@@ -80,6 +87,8 @@ class BlockSpec:
     @property
     def samples_from_anchor(self) -> bool:
         """Whether the row of the newest token predicts one."""
+        if self.from_anchor is not None:
+            return self.from_anchor
         if self.layout == "speculators":
             return self.method == "dspark"
         return self.layout != "z-lab"
@@ -164,7 +173,7 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
     by_output = [index - 1 for index in spec.aux_layers]
     head: dict[str, Any] = {"mask_token_id": vocab - 1}
     if spec.layout != "z-lab" and spec.layout != "speculators":
-        head |= {"markov_rank": spec.markov_rank, "markov_head_type": "vanilla"}
+        head |= _head_keys(spec)
     if spec.layout == "z-lab":
         nested = head | {"target_layer_ids": by_output}
         stated = {
@@ -190,7 +199,6 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
                 "block_size": spec.block_size,
                 "target_layer_ids": by_output,
                 "num_anchors": 512,
-                "enable_confidence_head": False,
             }
         )
     if spec.layout == "nested":
@@ -226,9 +234,18 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
     config |= head
     if spec.is_causal is not None:
         config["sliding_window_non_causal"] = not spec.is_causal
-    if spec.markov_rank:
-        config |= {"markov_rank": spec.markov_rank, "markov_head_type": "vanilla"}
-    return config
+    if spec.from_anchor is not None:
+        config["sample_from_anchor"] = spec.from_anchor
+    return config | (_head_keys(spec) if spec.markov_rank else {})
+
+
+def _head_keys(spec: BlockSpec) -> dict[str, Any]:
+    return {
+        "markov_rank": spec.markov_rank,
+        "markov_head_type": spec.markov_type,
+        "enable_confidence_head": bool(spec.confidence),
+        "confidence_head_with_markov": spec.confidence == "token",
+    }
 
 
 def _gemma4_keys(spec: BlockSpec) -> dict[str, Any]:
@@ -296,9 +313,20 @@ def shapes(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, tuple[int, .
     rows = spec.draft_vocab_size or vocab
     if spec.draft_vocab_size is not None:
         found["lm_head.weight"] = (rows, hidden)
-    if spec.markov_rank:
-        found["markov_head.markov_w1.weight"] = (vocab, spec.markov_rank)
-        found["markov_head.markov_w2.weight"] = (rows, spec.markov_rank)
+    rank = spec.markov_rank
+    if rank:
+        found["markov_head.markov_w1.weight"] = (vocab, rank)
+        found["markov_head.markov_w2.weight"] = (rows, rank)
+    if spec.markov_type == "gated":
+        found["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+        found["markov_head.gate_proj.bias"] = (rank,)
+    if spec.markov_type == "rnn":
+        found["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+        found["markov_head.joint_proj.bias"] = (3 * rank,)
+    if spec.confidence:
+        inputs = hidden + (rank if spec.confidence == "token" else 0)
+        found["confidence_head.proj.weight"] = (1, inputs)
+        found["confidence_head.proj.bias"] = (1,)
     return found
 
 

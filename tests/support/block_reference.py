@@ -27,6 +27,8 @@ class BlockReference:
         weights: Its tensors by their names in the file. To train it, replace them with tensors that
             require gradients.
         room: How many tokens may follow `tokens` in a request: a block never goes further.
+        least_confidence: The first draft with a lower estimate of the confidence head is not made,
+            nor are those behind it.
     """
 
     def __init__(self, spec: BlockSpec, directory: Path, target: TargetReference) -> None:
@@ -49,6 +51,7 @@ class BlockReference:
             path = directory / MASK_NAME
             self.mask_embedding = torch.load(path, weights_only=True)["embedding"].double()
         self.room: Callable[[Sequence[int]], int] = lambda tokens: 1 << 30
+        self.least_confidence = 0.0
 
     # ---- what a row sees -----------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ class BlockReference:
         return self.rms(taps.to(weight.dtype) @ weight.T, self.weights["hidden_norm.weight"])
 
     def block(self, context: Tensor, newest: int, num_drafts: int) -> Tensor:
-        """The logits of a block without its Markov head, [num_drafts, draft vocab]."""
+        """The normed output of all rows of a block, [rows, hidden]."""
         spec, w = self.spec, self.weights
         first = len(context)
         skipped = 0 if spec.samples_from_anchor else 1
@@ -100,9 +103,7 @@ class BlockReference:
                 x = x + attended
                 normed = self.rms(x, w[f"{name}post_attention_layernorm.weight"])
                 x = x + self.mlp(name, normed)
-        h = self.rms(x[skipped:], w["norm.weight"])
-        logits = h @ w.get("lm_head.weight", self.target.lm_head.to(h.dtype)).T
-        return logits if spec.soft_cap is None else spec.soft_cap * (logits / spec.soft_cap).tanh()
+        return self.rms(x, w["norm.weight"])
 
     def embed_scale(self) -> float:
         """The factor on the embeddings of a block's rows."""
@@ -115,12 +116,12 @@ class BlockReference:
         is_gemma = self.target.model.config.model_type.startswith("gemma")
         return width if spec.layout == "z-lab" and is_gemma else 1.0
 
-    def bias(self, previous: Tensor) -> Tensor | float:
-        """What the Markov head adds after tokens."""
-        if not self.spec.markov_rank:
-            return 0.0
-        table = self.weights["markov_head.markov_w1.weight"]
-        return table[previous] @ self.weights["markov_head.markov_w2.weight"].T
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits of a block's predicting rows without its Markov head."""
+        spec = self.spec
+        h = rows if spec.samples_from_anchor else rows[1:]
+        logits = h @ self.weights.get("lm_head.weight", self.target.lm_head.to(h.dtype)).T
+        return logits if spec.soft_cap is None else spec.soft_cap * (logits / spec.soft_cap).tanh()
 
     def draft(self, tokens: Sequence[int], k: int, states: TargetStates) -> list[Draft]:
         """Drafts k tokens greedily, or fewer where the request ends.
@@ -133,15 +134,22 @@ class BlockReference:
         count = min(k, self.room(tokens))
         drafts: list[Draft] = []
         if count > 0:
-            logits = self.block(self.context(states), tokens[-1], count)
+            rows = self.block(self.context(states), tokens[-1], count)
+            chain = Chain(self, rows, tokens[-1])
             previous = tokens[-1]
-            for row in logits:
-                own = row + self.bias(torch.tensor(previous))
+            for row in self.logits(rows):
+                bias, confidence = chain.step(previous)
+                is_clear = abs(confidence - self.least_confidence)
+                if confidence < self.least_confidence:
+                    drafts.append(Draft(-1, torch.zeros(1), is_clear))
+                    break
+                own = row + bias
                 top = own.topk(2).values
+                margin = min(float((top[0] - top[1]) / own.abs().max()), is_clear)
                 previous = self.token_of(int(own.argmax()))
-                drafts.append(Draft(previous, own, float((top[0] - top[1]) / own.abs().max())))
-        # `simulate` looks at k drafts, of which the request has no room for these.
-        return drafts + [Draft(-1, torch.zeros(1), 1.0)] * (k - count)
+                drafts.append(Draft(previous, own, margin))
+        # `simulate` looks at k drafts. The request has no room for these, or confidence was low.
+        return drafts + [Draft(-1, torch.zeros(1), 1.0)] * (k - len(drafts))
 
     def token_of(self, row: int) -> int:
         """The target's token id of a row of the lm_head."""
@@ -212,6 +220,51 @@ class BlockReference:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+class Chain:
+    """The heads of one block, one draft after the other."""
+
+    def __init__(self, reference: BlockReference, rows: Tensor, newest: int) -> None:
+        """Begins a block, whose rows of the drafter's output are `rows`."""
+        self._spec = reference.spec
+        self._weights = reference.weights
+        self._rows = iter(rows)
+        self._state = torch.zeros(self._spec.markov_rank, dtype=rows.dtype)
+        if not self._spec.samples_from_anchor:
+            self.step(newest)  # the row that predicts nothing, of which only a state remains
+
+    def step(self, previous: int) -> tuple[Tensor | float, float]:
+        """What the Markov head adds to the next row's logits, and the confidence in its draft.
+
+        Args:
+            previous: The token before the draft.
+        """
+        w = self._weights
+        h = next(self._rows)
+        bias: Tensor | float = 0.0
+        e = h[:0]
+        if self._spec.markov_rank:
+            e = w["markov_head.markov_w1.weight"][previous]
+            bias = w["markov_head.markov_w2.weight"] @ self._factors(h, e)
+        confidence = 1.0
+        if self._spec.confidence:
+            inputs = torch.cat([h, e]) if self._spec.confidence == "token" else h
+            own = w["confidence_head.proj.weight"] @ inputs + w["confidence_head.proj.bias"]
+            confidence = float(own.detach().sigmoid())
+        return bias, confidence
+
+    def _factors(self, h: Tensor, e: Tensor) -> Tensor:
+        w = self._weights
+        if self._spec.markov_type == "gated":
+            gate = w["markov_head.gate_proj.weight"] @ torch.cat([h, e])
+            return (gate + w["markov_head.gate_proj.bias"]).sigmoid() * e
+        if self._spec.markov_type == "rnn":
+            joint = w["markov_head.joint_proj.weight"] @ torch.cat([self._state, e, h])
+            g, c, o = (joint + w["markov_head.joint_proj.bias"]).chunk(3)
+            self._state = g.sigmoid() * self._state + (1 - g.sigmoid()) * c.tanh()
+            return o.tanh()
+        return e
+
+
 def overfit(
     reference: BlockReference, texts: Sequence[Sequence[int]], *, steps: int, rate: float, seed: int
 ) -> dict[str, Tensor]:
@@ -229,28 +282,33 @@ def overfit(
         for name, tensor in kept.items()
         if tensor.is_floating_point()
     }
-    rows: Tensor | None = None
+    row_of: Tensor | None = None
     if "d2t" in kept:
-        rows = torch.full((len(reference.target.embedding),), -1)
-        rows[kept["d2t"] + torch.arange(len(kept["d2t"]))] = torch.arange(len(kept["d2t"]))
+        row_of = torch.full((len(reference.target.embedding),), -1)
+        row_of[kept["d2t"] + torch.arange(len(kept["d2t"]))] = torch.arange(len(kept["d2t"]))
     states = [reference.target.states(text) for text in texts]
     reference.weights = kept | trained
     optimizer = torch.optim.Adam([t for t in trained.values() if t.requires_grad], lr=rate)
     random = torch.Generator().manual_seed(seed)
-    k = reference.spec.max_drafts
+    spec = reference.spec
+    k = spec.max_drafts
     for _ in range(steps):
         loss = torch.zeros(())
         for text, of_text in zip(texts, states, strict=True):
             context = reference.context(of_text)
             for _ in range(2):
                 at = int(torch.randint(1, len(text) - k, (), generator=random))
-                logits = reference.block(context[:at], text[at], k)
-                logits = logits + reference.bias(torch.tensor(text[at : at + k]))
+                rows = reference.block(context[:at], text[at], k)
+                chain = Chain(reference, rows, text[at])
+                biases = [chain.step(token)[0] for token in text[at : at + k]]
+                logits = reference.logits(rows)
+                if spec.markov_rank:
+                    logits = logits + torch.stack([torch.as_tensor(bias) for bias in biases])
                 wanted = torch.tensor(text[at + 1 : at + 1 + k])
                 loss = (
                     loss
                     + torch.nn.functional.cross_entropy(
-                        logits, wanted if rows is None else rows[wanted], ignore_index=-1
+                        logits, wanted if row_of is None else row_of[wanted], ignore_index=-1
                     ).nan_to_num()
                 )
         optimizer.zero_grad()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import tiny_models
-from eagle_reference import GreedyDrafter, TargetReference, simulate
+from eagle_reference import GreedyDrafter, TargetReference, emission, simulate
 from paceline import LLM, SamplingParams
 from tiny_models import TinySpec
 
@@ -79,6 +79,7 @@ def run(
     sequences: Sequences,
     config: dict[str, Any] | None,
     capability: tuple[str, Any] | None = None,
+    stats: dict[str, Any] | None = None,
     **engine: Any,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Generates all sequences at temperature 0.
@@ -88,6 +89,7 @@ def run(
         sequences: Their prompts are used.
         config: The speculative_config.
         capability: A key that `capabilities()["configured"]` must have, with its value.
+        stats: Takes what `LLM.stats` returns at the end.
         **engine: Arguments of `LLM`.
 
     Returns:
@@ -113,6 +115,8 @@ def run(
                 emitted[chunk.index].append(len(chunk.token_ids))
             tokens[chunk.index] += chunk.token_ids
         assert llm._executor.check_integrity() == ""
+        if stats is not None:
+            stats |= llm.stats()
     return tokens, emitted
 
 
@@ -159,6 +163,36 @@ def check_run(
     assert tokens == [list(continuation) for _, continuation in sequences]
     compared, accepted = compare_iterations(reference, sequences, emitted, k, least_margin)
     assert compared >= least_compared, "too many near ties: choose another seed"
+    assert accepted >= compared // 5, "the drafter was hardly ever right: choose another seed"
+
+
+def check_preempted_run(
+    reference: GreedyDrafter,
+    sequences: Sequences,
+    emitted: list[list[int]],
+    num_preemptions: int,
+    k: int,
+    least_margin: float,
+) -> None:
+    """Checks every iteration of a run in which sequences were preempted against a reference.
+
+    A sequence that is computed again emits one token, as a prompt does, and drafts behind it.
+    """
+    recomputed = compared = accepted = 0
+    for (prompt, continuation), counts in zip(sequences, emitted, strict=True):
+        states = reference.target.states([*prompt, *continuation])
+        position = 1
+        for count in counts:
+            want, margin = emission(reference, states, prompt, continuation, position, k)
+            if margin >= least_margin:
+                assert count in (want, 1)
+                recomputed += count != want
+                compared += 1
+                accepted += count - 1
+            position += count
+        assert position == len(continuation)
+    assert recomputed <= num_preemptions
+    assert num_preemptions > 0
     assert accepted >= compared // 5, "the drafter was hardly ever right: choose another seed"
 
 

@@ -298,29 +298,54 @@ class GreedyDrafter(Protocol):
         """Drafts k tokens greedily; see `EagleReference.draft`."""
 
 
+def emission(
+    reference: GreedyDrafter,
+    states: Any,
+    prompt: Sequence[int],
+    continuation: Sequence[int],
+    position: int,
+    k: int,
+) -> tuple[int, float]:
+    """What an iteration emits behind the first `position` tokens of a continuation.
+
+    Args:
+        reference: The drafter.
+        states: The target's results for the prompt and the whole continuation.
+        prompt: The prompt.
+        continuation: The target's own tokens.
+        position: At least 1.
+        k: The number of drafts.
+
+    Returns:
+        The number of tokens: the drafts that equal the target's own tokens, and one more. And the
+        smallest margin of the drafts that decided it; drafts after the first wrong one do not.
+    """
+    known = [*prompt, *continuation[:position]]
+    drafts = reference.draft(known, k, states.first(len(known) - 1))
+    accepted = 0
+    while (
+        accepted < k
+        and position + accepted < len(continuation)
+        and drafts[accepted].token == continuation[position + accepted]
+    ):
+        accepted += 1
+    margin = min(draft.margin for draft in drafts[: accepted + 1])
+    return min(accepted + 1, len(continuation) - position), margin
+
+
 def simulate(
     reference: GreedyDrafter, prompt: Sequence[int], continuation: Sequence[int], k: int
 ) -> Simulation:
-    """Greedy speculative decoding without an engine. The prefill emits the first token; each
-    iteration emits the drafts that equal the target's own tokens, and one more token."""
+    """Greedy speculative decoding without an engine. The prefill emits the first token."""
     emitted: list[int] = []
     margins: list[float] = []
     states = reference.target.states([*prompt, *continuation])
     position = 1
     while position < len(continuation):
-        known = [*prompt, *continuation[:position]]
-        drafts = reference.draft(known, k, states.first(len(known) - 1))
-        accepted = 0
-        while (
-            accepted < k
-            and position + accepted < len(continuation)
-            and drafts[accepted].token == continuation[position + accepted]
-        ):
-            accepted += 1
-        emitted.append(min(accepted + 1, len(continuation) - position))
-        # Drafts after the first wrong one have no effect.
-        margins.append(min(draft.margin for draft in drafts[: accepted + 1]))
-        position += emitted[-1]
+        count, margin = emission(reference, states, prompt, continuation, position, k)
+        emitted.append(count)
+        margins.append(margin)
+        position += count
     return Simulation(emitted, margins)
 
 

@@ -58,6 +58,15 @@ BLOCKS = {
     "dspark_gemma4": BlockSpec(
         "gemma4", seed=3, block_size=16, aux_layers=AUX_LAYERS, markov_rank=8, soft_cap=30.0
     ),
+    # With confidence heads, by which drafts end early.
+    "dspark_gated": BlockSpec(
+        "deepseek", seed=3, block_size=16, aux_layers=AUX_LAYERS, markov_rank=8,
+        markov_type="gated", confidence="token",
+    ),
+    "dspark_rnn": BlockSpec(
+        "speculators", seed=3, block_size=17, window=9, aux_layers=AUX_LAYERS, markov_rank=8,
+        markov_type="rnn", from_anchor=False, confidence="hidden",
+    ),
 }  # fmt: skip
 # A block drafter in the target's own files.
 STAGES = {"dspark_stages": StagesSpec(seed=3, block_size=16, layers=(0, 1, 2))}

@@ -239,6 +239,7 @@ OpInstance make_draft_blocks(World world, const StateSpec& s) {
                                     .stop = {.probabilities = at.get<float>(probabilities),
                                              .threshold = 0.2f,
                                              .keep_drafting = at.get<int32_t>(keeps)},
+                                    .stops_before = from_anchor,
                                     .num_seqs = num_seqs,
                                     .num_drafts = k});
   });

@@ -10,6 +10,7 @@
 #include "support/op_cases.h"
 #include "support/op_cases_compressed.h"
 #include "support/op_cases_latent.h"
+#include "support/op_cases_markov.h"
 #include "support/op_cases_moe.h"
 #include "support/op_cases_streams.h"
 #include "support/op_weights.h"
@@ -353,8 +354,9 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_lists(table);
     add_sampling_ops(table);
     add_clusters(table);
-    for (auto* const of_rooms : {moe_row_wise_cases, latent_row_wise_cases,
-                                 compressed_row_wise_cases, streams_row_wise_cases}) {
+    for (auto* const of_rooms :
+         {moe_row_wise_cases, latent_row_wise_cases, compressed_row_wise_cases,
+          markov_row_wise_cases, streams_row_wise_cases}) {
       for (RowWiseCase& c : of_rooms()) table.cases.push_back(std::move(c));
     }
     return table.cases;

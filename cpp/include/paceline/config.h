@@ -60,10 +60,10 @@ struct SpeculativeOptions {
   // The number of most likely tokens of the drafter that a sampled draft is chosen from: 1..256, or
   // 0 for 64. Other values than 0 are allowed only with kStandard or kBlock and samples_drafts.
   int32_t num_draft_proposals = 0;
-  // A sequence stops drafting once the drafter's probability of the token that it has just drafted
-  // is below this threshold; that token is still verified. The probability is the softmax of the
-  // drafter's logits at temperature 1, truncated by the request's top_k, top_p and min_p. 0 is off;
-  // other values in (0, 1) need DraftDriver::kWhile.
+  // Drafting ends for a sequence behind a draft whose probability is below this threshold or, where
+  // the drafter has a confidence head, before a draft whose estimated chance of acceptance is. The
+  // probability is the softmax of the drafter's logits at temperature 1, truncated by the request's
+  // top_k, top_p and min_p. 0 is off; other values in (0, 1) need DraftDriver::kWhile.
   double draft_stop_threshold = 0;
   // Prompt lookup, instead of a drafter. The drafts are the k tokens that followed the earlier
   // occurrence of a sequence's last n tokens, for the largest n in [ngram_min, ngram_max] with such

@@ -18,13 +18,6 @@
 namespace paceline {
 namespace {
 
-PassRows with_extent(PassRows rows, int32_t num_rows, int32_t num_seqs, int32_t rows_per_seq) {
-  rows.capacity = num_rows;
-  rows.max_seqs = num_seqs;
-  rows.max_rows_per_seq = rows_per_seq;
-  return rows;
-}
-
 // The activations that have the output of a pass.
 Activations with_output(Activations activations, const std::optional<OutputRows>& output) {
   if (output.has_value()) activations.residual = output->residual;
@@ -393,75 +386,6 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
 }
 
 template <class Ctx>
-void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
-                             const BlockDrafter& drafter) const {
-  const IterationBuffers& b = buffers_;
-  const BlockBuffers& blocks = b.blocks;
-  const BlockConfig& config = drafter.block();
-  const int32_t num_drafts = extent.num_drafts;
-  const int32_t num_seqs = extent.num_drafting;
-  const int32_t rows_per_seq = config.num_rows(num_drafts);
-  const PassRows rows = with_extent(blocks.rows, num_seqs * rows_per_seq, num_seqs, rows_per_seq);
-  int32_t* const drawn = blocks.tokens + num_seqs;  // behind the newest tokens
-  ctx.run(assemble_block_rows,
-          AssembleBlockRowsParams{.inputs = b.staged,
-                                  .sequences = b.sequences,
-                                  .rows = rows,
-                                  .row_indptr = blocks.row_indptr,
-                                  .predicting_rows = blocks.predicting_rows,
-                                  .num_predicting = blocks.num_predicting,
-                                  .newest_tokens = blocks.tokens,
-                                  .num_seqs = num_seqs,
-                                  .num_drafts = num_drafts,
-                                  .rows_per_seq = rows_per_seq,
-                                  .mask_token = config.mask_token,
-                                  .first_predicting_row = config.first_predicting_row()});
-  for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    if (is_drafted_from(g)) build(ctx, rows, blocks.metadata[g], rows.capacity);
-  }
-  drafter.forward(ctx, rows, blocks.metadata, b.activations);
-  drafter.logits(ctx, blocks.num_predicting, num_drafts * num_seqs, blocks.predicting_rows,
-                 b.activations, b.gathered, b.logits);
-  // Draft `first` and those behind it, `count` in all.
-  const auto draw = [&](int32_t first, int32_t count, const int32_t* num_rows) {
-    const int32_t at = first * num_seqs;
-    const int64_t num_logits = drafter.config().num_logits();
-    draw_drafts(
-        ctx, extent,
-        {.num_rows = num_rows,
-         .max_rows = count * num_seqs,
-         .row_index = blocks.predicting_rows + at,
-         .rows = rows,
-         .logits = b.logits + at * num_logits,
-         .tokens = drawn + at,
-         .probabilities =
-             b.draft_stop.probabilities != nullptr ? b.draft_stop.probabilities + at : nullptr,
-         .draw_ahead = config.samples_from_anchor ? 1 : 0,
-         .steps = b.identity + first,
-         .adds_steps = false});
-  };
-  const bool is_chain = config.markov != MarkovHead::kNone;
-  if (!is_chain && !b.rejection.is_used()) {
-    draw(0, num_drafts, blocks.num_predicting);
-  } else {
-    // The proposals of a window are stored draft by draft.
-    for (int32_t j = 0; j < num_drafts; ++j) {
-      const int32_t* const num_rows = &b.staged.counts->num_drafting;
-      drafter.add_markov(ctx, num_rows, num_seqs, blocks.tokens + j * num_seqs, b.activations,
-                         blocks.markov_bias,
-                         b.logits + int64_t{j} * num_seqs * drafter.config().num_logits());
-      draw(j, 1, num_rows);
-    }
-  }
-  ctx.run(store_block_drafts, StoreBlockDraftsParams{.inputs = b.staged,
-                                                     .sequences = b.sequences,
-                                                     .drawn = drawn,
-                                                     .stop = b.draft_stop,
-                                                     .num_seqs = num_seqs,
-                                                     .num_drafts = num_drafts});
-}
-
-template <class Ctx>
 void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   if (!has_draft_passes()) return;
@@ -514,12 +438,16 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   }
 }
 
+template void Iteration::draw_drafts<CpuContext>(CpuContext&, const IterationExtent&,
+                                                 const DraftDraws&) const;
 template void Iteration::begin_prefill<CpuContext>(CpuContext&, const IterationExtent&) const;
 template void Iteration::verify<CpuContext>(CpuContext&, const IterationExtent&,
                                             std::span<const HiddenCapture>) const;
 template void Iteration::first_draft_pass<CpuContext>(CpuContext&, const IterationExtent&) const;
 template void Iteration::draft_step<CpuContext>(CpuContext&, const IterationExtent&) const;
 #ifdef PACELINE_CUDA
+template void Iteration::draw_drafts<CudaContext>(CudaContext&, const IterationExtent&,
+                                                  const DraftDraws&) const;
 template void Iteration::begin_prefill<CudaContext>(CudaContext&, const IterationExtent&) const;
 template void Iteration::verify<CudaContext>(CudaContext&, const IterationExtent&,
                                              std::span<const HiddenCapture>) const;

@@ -58,7 +58,7 @@ struct BlockBuffers {
   int32_t* num_predicting = nullptr;    // [1]
   // [max_seqs * (k + 1)] the newest token of each sequence, then the draws of each draft
   int32_t* tokens = nullptr;
-  float* markov_bias = nullptr;  // [max_seqs, num_logits]; null without a Markov head
+  BlockHeadScratch heads{};
 };
 
 // All device memory of an iteration except weights and rotary tables.
@@ -127,6 +127,15 @@ struct IterationExtent {
 [[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
 [[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs,
                                             int32_t num_drafts, bool has_logit_work = true);
+
+// `rows` with the bounds of one pass.
+[[nodiscard]] inline PassRows with_extent(PassRows rows, int32_t num_rows, int32_t num_seqs,
+                                          int32_t rows_per_seq) {
+  rows.capacity = num_rows;
+  rows.max_seqs = num_seqs;
+  rows.max_rows_per_seq = rows_per_seq;
+  return rows;
+}
 
 struct IterationOptions {
   BatchShape shape;

@@ -131,9 +131,29 @@ GroupMetadata with_block(GroupMetadata metadata, const BlockConfig& block) {
   return metadata;
 }
 
+BlockHeadScratch allocate_heads(DeviceArena& arena, const DecoderConfig& draft, int64_t rows,
+                                DType activation_dtype) {
+  const BlockConfig& block = draft.drafter->block;
+  if (block.markov == MarkovHead::kNone) return {};
+  const auto floats = [&](int64_t width) { return arena.allocate<float>(rows * width, "logits"); };
+  const auto activations = [&](int64_t width) {
+    return arena.allocate<std::byte>(rows * width * dtype_bytes(activation_dtype), "activations");
+  };
+  BlockHeadScratch heads{.e = floats(block.markov_rank),
+                         .factors = activations(block.markov_rank),
+                         .bias = floats(draft.num_logits())};
+  if (block.has_markov_mix()) {
+    heads.inputs = activations(block.markov_inputs(draft.hidden));
+    heads.mix = floats(block.markov_outputs());
+  }
+  if (block.markov == MarkovHead::kRnn) heads.state = floats(block.markov_rank);
+  return heads;
+}
+
 BlockBuffers allocate_blocks(DeviceArena& arena, const IterationOptions& options,
                              const KvLayout& layout, std::span<const BlockTable> tables,
-                             const int32_t* num_drafting, const DecoderConfig& draft) {
+                             const int32_t* num_drafting, const DecoderConfig& draft,
+                             DType activation_dtype) {
   const BlockConfig& block = draft.drafter->block;
   const int32_t max_seqs = options.shape.max_seqs;
   const int32_t k = options.shape.num_draft_tokens;
@@ -154,10 +174,8 @@ BlockBuffers allocate_blocks(DeviceArena& arena, const IterationOptions& options
   b.predicting_rows = arena.allocate<int32_t>(int64_t{max_seqs} * k, "rows");
   b.num_predicting = arena.allocate<int32_t>(1, "rows");
   b.tokens = arena.allocate<int32_t>(int64_t{max_seqs} * (k + 1), "draws");
-  if (block.markov != MarkovHead::kNone) {
-    const int32_t rows = options.padded_rows != nullptr ? options.padded_rows(max_seqs) : max_seqs;
-    b.markov_bias = arena.allocate<float>(int64_t{rows} * draft.num_logits(), "logits");
-  }
+  const int32_t rows = options.padded_rows != nullptr ? options.padded_rows(max_seqs) : max_seqs;
+  b.heads = allocate_heads(arena, draft, rows, activation_dtype);
   return b;
 }
 
@@ -324,7 +342,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
       draft != nullptr && draft->drafter && draft->drafter->block.size > 0;
   if (drafts_in_blocks) {
     b.blocks = allocate_blocks(arena, options, layout, b.block_tables,
-                               &b.staged.counts->num_drafting, *draft);
+                               &b.staged.counts->num_drafting, *draft, activation_dtype);
   }
   b.draft_stop.keep_drafting = arena.allocate<int32_t>(1, "step state");
   if (options.draft_stop_threshold > 0) {

@@ -29,10 +29,10 @@ struct PassRows {
 };
 
 // Early stop: a sequence may stop drafting before it has k drafts. The draft that causes the stop
-// is still verified; only further drafting ends.
+// is still verified, unless StoreBlockDraftsParams::stops_before says otherwise.
 struct DraftStop {
   float* probabilities;    // [max_seqs] the drafter's probability of the token that the running
-                           // pass drew; written by draw; null: no early stop
+                           // pass drew, or a confidence head's; null: no early stop
   float threshold;         // a probability below it ends the row's drafting
   int32_t* keep_drafting;  // [1] 1 while another draft step has rows to work on; written by
                            // begin_draft_steps and advance_draft_step, read by the WHILE driver;

@@ -7,6 +7,7 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "model/layer_ops.h"
+#include "ops/markov.h"
 
 namespace paceline {
 
@@ -56,42 +57,143 @@ void BlockDrafter::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
   decoder_.logits(ctx, num_rows, max_rows, row_index, activations, gathered, logits);
 }
 
+const std::byte* BlockDrafter::hidden_rows(const ChainedDraft& draft,
+                                           const Activations& activations) const {
+  return static_cast<const std::byte*>(activations.normed) +
+         draft.first_hidden_row * config().hidden * dtype_bytes(activations.dtype);
+}
+
 template <class Ctx>
-void BlockDrafter::add_markov(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
-                              const int32_t* previous, const Activations& activations, float* bias,
-                              float* logits) const {
-  if (block().markov == MarkovHead::kNone) return;
-  const DecoderConfig& c = config();
-  const DraftHeadWeights& w = decoder_.weights().head;
-  const int32_t rank = block().markov_rank;
-  ctx.run(embed, EmbedParams{.num_rows = num_rows,
-                             .max_rows = max_rows,
-                             .token_ids = previous,
-                             .table = w.markov_table,
+void BlockDrafter::embed_previous(Ctx& ctx, const ChainedDraft& draft,
+                                  const BlockHeadScratch& scratch) const {
+  ctx.run(embed, EmbedParams{.num_rows = draft.num_rows,
+                             .max_rows = draft.max_rows,
+                             .token_ids = draft.previous,
+                             .table = decoder_.weights().head.markov_table,
                              .table_dtype = decoder_.weights().dtype,
                              .scale = 1,
-                             .y = activations.residual,
-                             .vocab_size = c.vocab_size,
-                             .hidden = rank});
-  ctx.run(copy_rows, CopyRowsParams{.num_rows = num_rows,
-                                    .max_rows = max_rows,
-                                    .row_index = nullptr,
-                                    .x = activations.residual,
-                                    .x_stride = rank,
-                                    .y = activations.normed,
-                                    .y_stride = rank,
-                                    .width = rank,
-                                    .x_dtype = DType::kFloat32,
-                                    .y_dtype = activations.dtype});
-  project(ctx, {.num_rows = num_rows, .max_rows = max_rows}, w.markov,
-          {.x = activations.normed,
-           .y = bias,
+                             .y = scratch.e,
+                             .vocab_size = config().vocab_size,
+                             .hidden = block().markov_rank});
+}
+
+template <class Ctx>
+void BlockDrafter::make_factors(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
+                                const BlockHeadScratch& scratch) const {
+  const int32_t rank = block().markov_rank;
+  if (!block().has_markov_mix()) {
+    ctx.run(copy_rows, CopyRowsParams{.num_rows = draft.num_rows,
+                                      .max_rows = draft.max_rows,
+                                      .row_index = nullptr,
+                                      .x = scratch.e,
+                                      .x_stride = rank,
+                                      .y = scratch.factors,
+                                      .y_stride = rank,
+                                      .width = rank,
+                                      .x_dtype = DType::kFloat32,
+                                      .y_dtype = activations.dtype});
+    return;
+  }
+  const bool has_state = block().markov == MarkovHead::kRnn;
+  const RowPart e{.x = scratch.e, .stride = rank, .width = rank};
+  const RowPart h{.x = hidden_rows(draft, activations),
+                  .stride = config().hidden,
+                  .width = config().hidden,
+                  .dtype = activations.dtype};
+  JoinPartsParams join{.num_rows = draft.num_rows,
+                       .max_rows = draft.max_rows,
+                       .parts = {h, e},
+                       .y = scratch.inputs,
+                       .y_dtype = activations.dtype};
+  if (has_state) {
+    const float* const state = draft.is_first ? nullptr : scratch.state;
+    join.parts[0] = {.x = state, .stride = rank, .width = rank};
+    join.parts[1] = e;
+    join.parts[2] = h;
+  }
+  ctx.run(join_parts, join);
+  project(ctx, {.num_rows = draft.num_rows, .max_rows = draft.max_rows},
+          decoder_.weights().head.markov_mix,
+          {.x = scratch.inputs,
+           .y = scratch.mix,
            .x_dtype = activations.dtype,
            .y_dtype = DType::kFloat32});
-  ctx.run(
-      add_rows,
-      AddRowsParams{
-          .num_rows = num_rows, .max_rows = max_rows, .x = bias, .y = logits, .n = c.num_logits()});
+  if (has_state) {
+    ctx.run(advance_markov, AdvanceMarkovParams{.num_rows = draft.num_rows,
+                                                .max_rows = draft.max_rows,
+                                                .mix = scratch.mix,
+                                                .state = scratch.state,
+                                                .is_first = draft.is_first,
+                                                .y = scratch.factors,
+                                                .rank = rank,
+                                                .y_dtype = activations.dtype});
+  } else {
+    ctx.run(gate_embeddings, GateEmbeddingsParams{.num_rows = draft.num_rows,
+                                                  .max_rows = draft.max_rows,
+                                                  .gate = scratch.mix,
+                                                  .e = scratch.e,
+                                                  .y = scratch.factors,
+                                                  .rank = rank,
+                                                  .y_dtype = activations.dtype});
+  }
+}
+
+template <class Ctx>
+void BlockDrafter::begin_chain(Ctx& ctx, const int32_t* first_rows, const ChainedDraft& draft,
+                               const Activations& activations, const BlockHeadScratch& scratch,
+                               float* gathered) const {
+  if (!block().begins_with_state()) return;
+  decoder_.output_rows(ctx, draft.num_rows, draft.max_rows, first_rows, activations, gathered);
+  embed_previous(ctx, draft, scratch);
+  make_factors(ctx, draft, activations, scratch);
+}
+
+template <class Ctx>
+void BlockDrafter::add_markov(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
+                              const BlockHeadScratch& scratch, float* logits) const {
+  if (block().markov == MarkovHead::kNone) return;
+  const RowCount rows{.num_rows = draft.num_rows, .max_rows = draft.max_rows};
+  embed_previous(ctx, draft, scratch);
+  if (draft.probability != nullptr && block().confidence == ConfidenceHead::kHiddenAndToken) {
+    estimate(ctx, rows, hidden_rows(draft, activations), scratch.e, activations, draft.probability);
+  }
+  make_factors(ctx, draft, activations, scratch);
+  project(ctx, rows, decoder_.weights().head.markov,
+          {.x = scratch.factors,
+           .y = scratch.bias,
+           .x_dtype = activations.dtype,
+           .y_dtype = DType::kFloat32});
+  ctx.run(add_rows, AddRowsParams{.num_rows = draft.num_rows,
+                                  .max_rows = draft.max_rows,
+                                  .x = scratch.bias,
+                                  .y = logits,
+                                  .n = config().num_logits()});
+}
+
+template <class Ctx>
+void BlockDrafter::estimate_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
+                                   const Activations& activations, float* probability) const {
+  if (block().confidence != ConfidenceHead::kHidden) return;
+  estimate(ctx, {.num_rows = num_rows, .max_rows = max_rows},
+           static_cast<const std::byte*>(activations.normed), /*e=*/nullptr, activations,
+           probability);
+}
+
+template <class Ctx>
+void BlockDrafter::estimate(Ctx& ctx, const RowCount& rows, const std::byte* h, const float* e,
+                            const Activations& activations, float* probability) const {
+  const DraftHeadWeights& w = decoder_.weights().head;
+  ctx.run(estimate_acceptance,
+          EstimateAcceptanceParams{.num_rows = rows.num_rows,
+                                   .max_rows = rows.max_rows,
+                                   .h = h,
+                                   .e = e,
+                                   .weight = w.confidence,
+                                   .bias = w.confidence_bias,
+                                   .probability = probability,
+                                   .hidden = config().hidden,
+                                   .rank = e != nullptr ? block().markov_rank : 0,
+                                   .dtype = activations.dtype});
 }
 
 // Instantiates every member template for one context.
@@ -103,8 +205,13 @@ void BlockDrafter::add_markov(Ctx& ctx, const int32_t* num_rows, int32_t max_row
                                            const Activations&) const;                             \
   template void BlockDrafter::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,          \
                                           const Activations&, float*, float*) const;              \
-  template void BlockDrafter::add_markov<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,      \
-                                              const Activations&, float*, float*) const;
+  template void BlockDrafter::begin_chain<Ctx>(Ctx&, const int32_t*, const ChainedDraft&,         \
+                                               const Activations&, const BlockHeadScratch&,       \
+                                               float*) const;                                     \
+  template void BlockDrafter::add_markov<Ctx>(Ctx&, const ChainedDraft&, const Activations&,      \
+                                              const BlockHeadScratch&, float*) const;             \
+  template void BlockDrafter::estimate_drafts<Ctx>(Ctx&, const int32_t*, int32_t,                 \
+                                                   const Activations&, float*) const;
 PACELINE_INSTANTIATE_BLOCK_DRAFTER(CpuContext)
 #ifdef PACELINE_CUDA
 PACELINE_INSTANTIATE_BLOCK_DRAFTER(CudaContext)

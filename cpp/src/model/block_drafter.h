@@ -6,14 +6,38 @@
 // states the target has computed, made from these states, and those of the block's own rows, which
 // the next pass overwrites. Like Decoder it only sequences op calls.
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 
 #include "metadata/pass_rows.h"
 #include "model/decoder.h"
+#include "model/layer_ops.h"
 
 namespace paceline {
+
+// The scratch of a Markov head and of a confidence head, for one draft of each sequence. What the
+// drafter's heads do not use is null.
+struct BlockHeadScratch {
+  float* e = nullptr;       // [max_seqs, markov_rank] rows of W1
+  void* inputs = nullptr;   // [max_seqs, markov_inputs] dtype of the activations: of Wg or Wz
+  float* mix = nullptr;     // [max_seqs, markov_outputs] of Wg or Wz
+  float* state = nullptr;   // [max_seqs, markov_rank] of MarkovHead::kRnn, from draft to draft
+  void* factors = nullptr;  // [max_seqs, markov_rank] dtype of the activations: the input of W2
+  float* bias = nullptr;    // [max_seqs, num_logits] of W2
+};
+
+// One draft of the sequences of a pass, which depends on the token before it.
+struct ChainedDraft {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  const int32_t* previous;  // [max_rows] the token before
+  // The draft's first row of activations.normed, as `logits` leaves it: h of MarkovHead.
+  int64_t first_hidden_row;
+  bool is_first;       // no state yet
+  float* probability;  // [max_rows] the confidence head's estimate; null: not wanted
+};
 
 class BlockDrafter {
  public:
@@ -39,20 +63,48 @@ class BlockDrafter {
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                const Activations& activations) const;
 
-  // Residual rows `row_index` -> their logits, without the Markov head. `gathered`: [max_rows,
-  // hidden].
+  // Residual rows `row_index` -> their hidden states h in activations.normed, which stay there
+  // until the next pass, and their logits without the Markov head. `gathered`: [max_rows, hidden].
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
               const Activations& activations, float* gathered, float* logits) const;
 
-  // Adds to `logits` [max_rows, num_logits] what the Markov head says of the token after
-  // `previous` [max_rows]. `bias`: [max_rows, num_logits], for the op's own use. Without a Markov
+  // Passes the first row of every block, which predicts nothing, through the state of the Markov
+  // head. Where that has no effect (BlockConfig::begins_with_state) it does nothing. Runs before
+  // `logits`. `first_rows`: [max_rows] residual rows. `draft.previous` has their own tokens.
+  template <class Ctx>
+  void begin_chain(Ctx& ctx, const int32_t* first_rows, const ChainedDraft& draft,
+                   const Activations& activations, const BlockHeadScratch& scratch,
+                   float* gathered) const;
+
+  // Adds to `logits` [max_rows, num_logits] what the Markov head says of a draft, and estimates
+  // whether it will be accepted if the confidence head reads the token before it. Without a Markov
   // head it does nothing.
   template <class Ctx>
-  void add_markov(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* previous,
-                  const Activations& activations, float* bias, float* logits) const;
+  void add_markov(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
+                  const BlockHeadScratch& scratch, float* logits) const;
+
+  // The estimates of a confidence head that reads hidden states alone, for the rows of `logits`.
+  // With another one, or none, it does nothing.
+  template <class Ctx>
+  void estimate_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
+                       const Activations& activations, float* probability) const;
 
  private:
+  // scratch.e, of the token before a draft.
+  template <class Ctx>
+  void embed_previous(Ctx& ctx, const ChainedDraft& draft, const BlockHeadScratch& scratch) const;
+  // scratch.factors, and the new state of a head that has one.
+  template <class Ctx>
+  void make_factors(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
+                    const BlockHeadScratch& scratch) const;
+  // The estimates for rows with the hidden states h and, if the head reads them, the rows e of W1.
+  template <class Ctx>
+  void estimate(Ctx& ctx, const RowCount& rows, const std::byte* h, const float* e,
+                const Activations& activations, float* probability) const;
+  [[nodiscard]] const std::byte* hidden_rows(const ChainedDraft& draft,
+                                             const Activations& activations) const;
+
   Decoder decoder_;
 };
 

@@ -256,11 +256,22 @@ struct LayerConfig {
 
 enum class DrafterKind : uint8_t { kEagle, kEagle3, kMtp, kGemma4Mtp, kBlock };
 
-// The head of a block drafter that makes a draft depend on the one before it. With a prefix x and
-// the row of the block that predicts the next token, whose logits are U:
+// The head of a block drafter that makes a draft depend on the one before it, x, with e = W1[x].
+// The row of the block that predicts the draft has the hidden state h, which the lm_head reads, and
+// the logits U.
 //   kNone:     logits = U
-//   kVanilla:  logits = U + W2 W1[x]
-enum class MarkovHead : uint8_t { kNone, kVanilla };
+//   kVanilla:  logits = U + W2 e
+//   kGated:    logits = U + W2 (sigmoid(Wg [h ; e] + bg) * e)
+//   kRnn:      [g ; c ; o] = Wz [s ; e ; h] + bz
+//              s' = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)
+//              logits = U + W2 tanh(o)
+// The state s of a sequence is 0 before the first row of a block, and s' is that of the next row. A
+// first row that predicts nothing takes part, with its own token as x.
+enum class MarkovHead : uint8_t { kNone, kVanilla, kGated, kRnn };
+
+// What a block drafter's estimate of the chance that a draft is accepted reads:
+// sigmoid(w h + b) or sigmoid(w [h ; e] + b), with h and e of MarkovHead.
+enum class ConfidenceHead : uint8_t { kNone, kHidden, kHiddenAndToken };
 
 // What the rows of a block see of each other in one kind of layers.
 struct BlockMask {
@@ -281,7 +292,26 @@ struct BlockConfig {
   BlockMask sliding;
   MarkovHead markov = MarkovHead::kNone;
   int32_t markov_rank = 0;
+  ConfidenceHead confidence = ConfidenceHead::kNone;  // kHiddenAndToken only with a Markov head
 
+  // Inputs and outputs of Wg or Wz, in a drafter of `hidden`.
+  [[nodiscard]] int64_t markov_inputs(int32_t hidden) const {
+    return int64_t{hidden} + (markov == MarkovHead::kRnn ? 2 : 1) * markov_rank;
+  }
+  [[nodiscard]] int64_t markov_outputs() const {
+    return (markov == MarkovHead::kRnn ? 3 : 1) * int64_t{markov_rank};
+  }
+  // Whether Wg or Wz exists.
+  [[nodiscard]] bool has_markov_mix() const {
+    return markov == MarkovHead::kGated || markov == MarkovHead::kRnn;
+  }
+  // Whether a first row that predicts nothing has an effect on the state.
+  [[nodiscard]] bool begins_with_state() const {
+    return markov == MarkovHead::kRnn && !samples_from_anchor;
+  }
+  [[nodiscard]] int64_t confidence_inputs(int32_t hidden) const {
+    return int64_t{hidden} + (confidence == ConfidenceHead::kHiddenAndToken ? markov_rank : 0);
+  }
   // The most drafts of a block.
   [[nodiscard]] int32_t max_drafts() const { return samples_from_anchor ? size : size - 1; }
   // Rows of a block that makes `num_drafts` drafts, and the first of them that predicts one.

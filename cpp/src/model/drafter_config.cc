@@ -49,28 +49,48 @@ namespace {
           .is_anchored = is_sliding && json.at("is_anchored").as_bool()};
 }
 
+void read_markov(const Json& json, int32_t hidden, BlockConfig& block) {
+  constexpr std::array<std::string_view, 2> kKeys = {"kind", "rank"};
+  json.check_keys(kKeys);
+  const Json kind = json.at("kind");
+  if (kind.as_string() == "vanilla") {
+    block.markov = MarkovHead::kVanilla;
+  } else if (kind.as_string() == "gated") {
+    block.markov = MarkovHead::kGated;
+  } else if (kind.as_string() == "rnn") {
+    block.markov = MarkovHead::kRnn;
+  } else {
+    kind.refuse("'vanilla', 'gated', 'rnn'");
+  }
+  block.markov_rank = read_int(json, "rank", 1, hidden);
+}
+
+[[nodiscard]] ConfidenceHead read_confidence(const Json& json, bool is_chain) {
+  constexpr std::array<std::string_view, 1> kKeys = {"reads_token"};
+  json.check_keys(kKeys);
+  const Json reads_token = json.at("reads_token");
+  if (!reads_token.as_bool()) return ConfidenceHead::kHidden;
+  if (!is_chain) reads_token.refuse("false where kind is 'dflash'");
+  return ConfidenceHead::kHiddenAndToken;
+}
+
 // `is_chain`: drafts depend on those before them, by a Markov head.
 [[nodiscard]] BlockConfig read_block(const Json& json, bool is_chain, int32_t hidden,
                                      int32_t vocab_size) {
   constexpr std::array<std::string_view, 5> kKeys = {"size", "mask_token", "samples_from_anchor",
                                                      "full", "sliding"};
-  constexpr std::array<std::string_view, 1> kChainKeys = {"markov"};
-  constexpr std::array<std::string_view, 2> kMarkovKeys = {"kind", "rank"};
-  json.check_keys(kKeys, is_chain ? std::span<const std::string_view>(kChainKeys)
-                                  : std::span<const std::string_view>());
+  constexpr std::array<std::string_view, 2> kOptional = {"confidence", "markov"};
+  json.check_keys(kKeys, std::span(kOptional).first(is_chain ? 2 : 1));
   BlockConfig block;
   block.samples_from_anchor = json.at("samples_from_anchor").as_bool();
   block.size = read_int(json, "size", block.samples_from_anchor ? 1 : 2, kMaxDraftBlock);
   block.mask_token = read_int(json, "mask_token", 0, vocab_size - 1);
   block.full = read_block_mask(json.at("full"), /*is_sliding=*/false);
   block.sliding = read_block_mask(json.at("sliding"), /*is_sliding=*/true);
-  if (!is_chain) return block;
-  const Json markov = json.at("markov");
-  markov.check_keys(kMarkovKeys);
-  const Json kind = markov.at("kind");
-  if (kind.as_string() != "vanilla") kind.refuse("'vanilla'");
-  block.markov = MarkovHead::kVanilla;
-  block.markov_rank = read_int(markov, "rank", 1, hidden);
+  if (is_chain) read_markov(json.at("markov"), hidden, block);
+  if (const std::optional<Json> confidence = json.find("confidence")) {
+    block.confidence = read_confidence(*confidence, is_chain);
+  }
   return block;
 }
 

@@ -373,13 +373,28 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
     norm(weights.hidden_norm, "layers.0.hidden_norm", config.hidden);
   }
   if (drafter.kind == DrafterKind::kBlock) norm(weights.hidden_norm, "hidden_norm", config.hidden);
-  if (const BlockConfig& block = drafter.block; block.markov != MarkovHead::kNone) {
+  const BlockConfig& block = drafter.block;
+  if (block.markov != MarkovHead::kNone) {
     visit.table(weights.markov_table, {"markov.table", config.vocab_size}, block.markov_rank);
     visit.linear(weights.markov, {.name = "markov",
                                   .parts = {{"markov", drafter.draft_vocab_size}},
                                   .cols = block.markov_rank,
                                   .rows = LinearRows::kLogits,
                                   .has_float_output = true});
+  }
+  if (block.has_markov_mix()) {
+    const std::vector<WeightPart> mix = {{"markov.mix", block.markov_outputs()}};
+    visit.linear(weights.markov_mix, {.name = "markov.mix",
+                                      .parts = mix,
+                                      .cols = block.markov_inputs(config.hidden),
+                                      .rows = LinearRows::kLogits,
+                                      .has_float_output = true});
+    visit.vector(weights.markov_mix.bias, VectorKind::kBias, mix);
+  }
+  if (block.confidence != ConfidenceHead::kNone) {
+    visit.floats(weights.confidence, {"confidence.weight", 1},
+                 block.confidence_inputs(config.hidden));
+    visit.vector(weights.confidence_bias, VectorKind::kBias, {{"confidence", 1}});
   }
   if (drafter.kind == DrafterKind::kGemma4Mtp) {
     visit.linear(weights.feedback, {.name = "feedback",

@@ -107,9 +107,14 @@ struct DraftHeadWeights {
   const float* hidden_norm = nullptr;    // [hidden], or null
   // [draft_vocab_size] target token of each row of the lm_head; null: row and token are equal.
   const int32_t* draft_to_target = nullptr;
-  // With a Markov head, else absent: W1 [vocab_size, markov_rank] and W2.
+  // With a Markov head, else absent: W1 [vocab_size, markov_rank] and W2; and Wg or Wz of those
+  // that have it.
   const std::byte* markov_table = nullptr;
   Linear markov;
+  Linear markov_mix;
+  // With a confidence head, else null: [BlockConfig::confidence_inputs] and [1].
+  const float* confidence = nullptr;
+  const float* confidence_bias = nullptr;
   // With centroids, else absent.
   Linear centroids;
   const int32_t* token_ordering = nullptr;  // [draft_vocab_size] tokens in order of clusters

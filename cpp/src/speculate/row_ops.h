@@ -106,12 +106,14 @@ void assemble_block_rows(CpuContext&, const AssembleBlockRowsParams&);
 void assemble_block_rows(CudaContext&, const AssembleBlockRowsParams&);
 
 // Stores the drafts of blocks: draft j of drafting sequence i is drawn[j * num_seqs + i], and
-// `stop` has its probability at the same index.
+// `stop` has its probability at the same index. A draft that stops is the last one or, with
+// `stops_before`, the first that is left out.
 struct StoreBlockDraftsParams {
   StagedInputs inputs;
   SequenceState sequences;
   const int32_t* drawn;  // [num_drafts * num_seqs]
   DraftStop stop;
+  bool stops_before;
   int32_t num_seqs;
   int32_t num_drafts;
 };

@@ -218,9 +218,11 @@ PACELINE_HOST_DEVICE inline void store_block_sequence(const StoreBlockDraftsPara
   int32_t count = 0;
   while (count < most) {
     const int32_t at = count * p.num_seqs + i;
+    const bool is_stopped = stops(p.stop, at);
+    if (is_stopped && p.stops_before) break;
     drafts[count] = p.drawn[at];
     ++count;
-    if (stops(p.stop, at)) break;
+    if (is_stopped) break;
   }
   s.draft_len[seq_slot] = count;
 }

@@ -3,7 +3,7 @@
 
 An iteration is one pass over the target and k passes over the drafter, one after the other. Each
 pass reads its matrices and its KV once, and computes its rows. A block drafter has one pass for all
-drafts, after one that writes its context, and its Markov head reads a matrix for each draft. Of a
+drafts, after one that writes its context, and its Markov head reads matrices for each draft. Of a
 mixture of experts a pass reads those that had rows, which the engine has counted. On the CPU, the
 bench measures how fast as many bytes are read again and again, since a small drafter stays in the
 caches, where reads are faster than from memory, and how fast the vector units compute; a pass takes
@@ -329,7 +329,7 @@ def _block_products(
         flops = 2 * matrix.parameters
         if matrix.name == "fc":
             context.append(Operation(matrix.name, matrix.num_bytes, num_known * flops))
-        elif matrix.name == "markov":
+        elif matrix.name.startswith("markov"):
             markov.append(Operation(matrix.name, matrix.num_bytes, flops))
         else:
             rows = k if matrix.is_for_logits else num_rows

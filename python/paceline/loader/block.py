@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from paceline._core import ModelFileError
 
-from .block_facts import BlockFacts
+from .block_facts import CONFIDENCE, BlockFacts
+from .block_heads import read_heads
 from .block_kinds import block_section
 from .block_layers import describe_block, read_block_layers
 from .block_settings import aux_layers, read_block
@@ -29,9 +30,7 @@ from .section import Section
 _REFUSED_KEYS: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 #: The same, and the value with which they change nothing.
 _NEUTRAL_VALUES: Final = {"attention_sink_bias": False, "attention_value_scale": 1.0}
-_MAP_NAMES: Final = ("d2t", "t2d")
-#: Tensors of the confidence head, which ends a draft early and is not used yet.
-_CONFIDENCE: Final = "confidence_head."
+_MAP_NAMES: Final[tuple[str, ...]] = ("d2t", "t2d")
 
 
 def translate_block(
@@ -75,7 +74,7 @@ def translate_block(
         "owns_embedding": facts.has_embedding,
         "owns_lm_head": facts.draft_vocab_size is not None,
         "draft_vocab_size": facts.draft_vocab_size or target.vocab_size,
-        "block": read_block(kind, top, block, facts, target),
+        "block": read_block(top, block, target) | read_heads(kind, top, block, facts, sizes),
     }
     is_anchored = drafter["block"]["sliding"]["is_anchored"]
     config = describe_block(
@@ -84,10 +83,11 @@ def translate_block(
     config["drafter"] = drafter
     take_positions(config, sizes, target, notes)
     check_description(config, (layer, top))
-    if block.boolean("enable_confidence_head", False):
-        notes.append("the drafter's confidence head is not used")
+    ignored_names = _MAP_NAMES
+    if "confidence" not in drafter["block"]:
+        ignored_names = (*_MAP_NAMES, CONFIDENCE)  # the configuration switches it off
     prefixes = {"", facts.prefix}
-    ignored = tuple(p + name for p in prefixes for name in (*_MAP_NAMES, _CONFIDENCE))
+    ignored = tuple(prefix + name for prefix in prefixes for name in ignored_names)
     family = Family(
         kind,
         (top.strings("architectures") or [kind])[0],

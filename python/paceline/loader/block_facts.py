@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from .binding import same_bytes
-from .block_kinds import markov_rank
+from .block_kinds import block_section, find_key, markov_rank
 from .drafters import Target
 from .section import Section
 from .tensor_source import TensorSource
 
 MARKOV_TABLE: Final = "markov_head.markov_w1.weight"
 MARKOV_WEIGHT: Final = "markov_head.markov_w2.weight"
+#: The prefix of the tensors of the confidence head, and its matrix.
+CONFIDENCE: Final = "confidence_head."
+CONFIDENCE_WEIGHT: Final = f"{CONFIDENCE}proj.weight"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class BlockFacts:
         draft_vocab_size: Rows of its lm_head; None: it has none.
         fc_columns: Columns of `fc.weight`; None: unknown.
         markov_rank: Columns of the Markov head's table; 0: it has none.
+        confidence_columns: Columns of the confidence head's matrix; 0: it has none.
         has_embedding: It has an embedding table.
         has_map: It has `d2t`.
         has_qkv_bias: It has biases on q, k and v.
@@ -37,6 +41,7 @@ class BlockFacts:
     draft_vocab_size: int | None = None
     fc_columns: int | None = None
     markov_rank: int = 0
+    confidence_columns: int = 0
     has_embedding: bool = False
     has_map: bool = False
     has_qkv_bias: bool = False
@@ -54,11 +59,13 @@ def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
     lm_head = shapes.get("lm_head.weight")
     fc = shapes.get(f"{prefix}fc.weight")
     table = shapes.get(prefix + MARKOV_TABLE)
+    confidence = shapes.get(prefix + CONFIDENCE_WEIGHT)
     return BlockFacts(
         prefix=prefix,
         draft_vocab_size=lm_head[0] if lm_head else None,
         fc_columns=fc[-1] if fc else None,
         markov_rank=table[-1] if table else 0,
+        confidence_columns=confidence[-1] if confidence else 0,
         has_embedding=f"{prefix}embed_tokens.weight" in shapes,
         has_map=f"{prefix}d2t" in shapes or "d2t" in shapes,
         has_qkv_bias=f"{prefix}layers.0.self_attn.q_proj.bias" in shapes,
@@ -108,10 +115,24 @@ def guess_block_facts(top: Section, target: Target) -> BlockFacts:
     bias = layer.boolean("attention_bias", False)
     rows = top.integer("draft_vocab_size", target.vocab_size)
     is_reduced = rows != target.vocab_size
+    rank = markov_rank(top)
     return BlockFacts(
         draft_vocab_size=rows if is_reduced else None,
-        markov_rank=markov_rank(top),
+        markov_rank=rank,
+        confidence_columns=_guess_confidence(top, layer, rank),
         has_map=is_reduced,
         has_qkv_bias=bias,
         has_o_bias=bias,
     )
+
+
+def _guess_confidence(top: Section, layer: Section, rank: int) -> int:
+    block = block_section(top)
+
+    def is_set(key: str, default: bool) -> bool:
+        return (find_key(key, block) or top).boolean(key, default)
+
+    if not is_set("enable_confidence_head", False):
+        return 0
+    reads_token = is_set("confidence_head_with_markov", rank > 0)
+    return layer.integer("hidden_size", low=1) + (rank if reads_token else 0)

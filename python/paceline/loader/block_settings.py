@@ -6,32 +6,25 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from paceline._core import ModelFileError
-
-from .block_facts import MARKOV_TABLE, BlockFacts
+from .block_facts import BlockFacts
 from .block_kinds import (
     SPECULATORS,
-    find_key,
-    markov_rank,
     read_causality,
     read_mask_token,
     read_size,
     samples_from_anchor,
 )
 from .decoder import Sizes
-from .drafters import DSPARK, Target, made_for_another
+from .drafters import Target, made_for_another
 from .messages import show
 from .section import Section
 
 
-def read_block(
-    kind: str, top: Section, block: Section, facts: BlockFacts, target: Target
-) -> dict[str, Any]:
-    """The object "block" of the description.
+def read_block(top: Section, block: Section, target: Target) -> dict[str, Any]:
+    """The object "block" of the description, without its heads.
 
     Raises:
-        ModelFileError: A key has a wrong value, or contradicts the tensors.
-        NotImplementedError: A value is not supported.
+        ModelFileError: A key has a wrong value.
     """
     is_speculators = top.has(SPECULATORS)
     full_is_causal = False
@@ -41,26 +34,13 @@ def read_block(
         stated = read_causality(top, block)
         sliding_is_causal = stated is None or stated
         full_is_causal = stated is True
-    read: dict[str, Any] = {
+    return {
         "size": read_size(top, block),
         "mask_token": read_mask_token(top, block, target.vocab_size),
         "samples_from_anchor": samples_from_anchor(top),
         "full": {"is_causal": full_is_causal},
         "sliding": {"is_causal": sliding_is_causal, "is_anchored": is_speculators},
     }
-    rank = markov_rank(top)
-    if facts.markov_rank != rank:
-        raise ModelFileError(
-            f'{top.source}: key "markov_rank" is {rank}, but {MARKOV_TABLE!r} '
-            + (f"has {facts.markov_rank} columns" if facts.markov_rank else "is not in the weights")
-            + "; expected the same number"
-        )
-    if kind == DSPARK:
-        section = find_key("markov_head_type", block) or top
-        if section.text("markov_head_type", "vanilla") != "vanilla":
-            raise section.refusal("markov_head_type", "vanilla")
-        read["markov"] = {"kind": "vanilla", "rank": rank}
-    return read
 
 
 def aux_layers(

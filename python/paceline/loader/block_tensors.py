@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .block_facts import MARKOV_TABLE, MARKOV_WEIGHT, BlockFacts
+from .block_facts import BlockFacts
+from .block_heads import head_tensors
 from .block_layers import BlockLayers
 from .decoder_tensors import PRE_NORMS, SANDWICH_NORMS, layer_tensors, tensor_spec
 from .family import TensorSpec
@@ -43,8 +44,5 @@ def block_tensors(
     specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
     if facts.draft_vocab_size is not None:
         specs.append(tensor_spec("lm_head.weight", "lm_head.weight", rows, hidden))
-    if facts.markov_rank:
-        rank = (facts.markov_rank, "markov_rank")
-        specs.append(tensor_spec("markov.table.weight", MARKOV_TABLE, vocab, rank))
-        specs.append(tensor_spec("markov.weight", MARKOV_WEIGHT, rows, rank))
+    specs += head_tensors(sizes, drafter, rows)
     return tuple(specs)

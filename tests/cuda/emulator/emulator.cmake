@@ -9,6 +9,7 @@ set(emulated_kernels
   compressed/compressed_rows.cu
   compressed/index_scores.cu
   elementwise/elementwise.cu
+  elementwise/markov.cu
   fork/fork.cu
   metadata/group_metadata.cu
   moe/combine.cu
