@@ -55,7 +55,10 @@ endforeach()
 list(APPEND emulated_sources cuda/emulator/last_shared.cc)
 add_library(emulated_kernels OBJECT ${emulated_sources})
 paceline_emulate(emulated_kernels)
-target_compile_options(emulated_kernels PRIVATE -xc++)
+# Indices beyond arrays of known size, such as static shared memory, and misaligned accesses, which a
+# GPU refuses, end the test.
+target_compile_options(emulated_kernels PRIVATE -xc++ -fsanitize=bounds,alignment
+  -fno-sanitize-recover=bounds,alignment)
 
 add_library(emulator STATIC
   cuda/emulator/barriers.cc
@@ -69,6 +72,7 @@ paceline_test(NAME op_emulation_test SOURCES cuda/op_emulation_test.cc
   cuda/emulator/not_emulated.cc $<TARGET_OBJECTS:emulated_kernels>)
 target_include_directories(op_emulation_test PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
 target_link_libraries(op_emulation_test PRIVATE emulator op_cases)
+target_link_options(op_emulation_test PRIVATE -fsanitize=bounds,alignment)
 
 paceline_test(NAME emulator_test SOURCES cuda/emulator/first_shared.cc cuda/emulator_test.cc
   cuda/emulator/last_shared.cc)
