@@ -316,7 +316,7 @@ std::string run(const Launch& asked) {
   const auto stated = m.clusters.find(launch.kernel);
   if (stated != m.clusters.end()) launch.cluster = stated->second;
   if (std::string error = wrong_shape(launch); !error.empty()) return error;
-  ++m.counts.launches;
+  m.counts.kernels.insert(launch.kernel);
   m.counts.threads += static_cast<int64_t>(launch.grid.volume() * launch.block.volume());
   if (!m.options.runs) return {};
   catch_faults();

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <source_location>
 #include <string>
 
@@ -39,17 +40,21 @@ struct Launch {
 
 inline constexpr size_t kMaxDynamicSharedBytes = 227 << 10;  // of a block, on sm_90
 
+// What undefined values are: NaN in every float format, and the greatest of comparable keys.
+inline constexpr uint64_t kUndefined = 0xfff1bad0fff1bad0u;
+
 // --- for tests -----------------------------------------------------------------------------------
 
 struct Options {
   uint64_t seed = 0;
-  bool runs = true;  // false: launches are counted and do nothing
+  uint64_t pattern = kUndefined;  // that fills shared memory
+  bool runs = true;               // false: launches are counted and do nothing
 };
 void set_options(const Options& options);
 
 struct Counts {
-  int64_t launches = 0;
   int64_t threads = 0;
+  std::set<const void*> kernels;
 };
 // Since the last call.
 [[nodiscard]] Counts take_counts();
@@ -90,8 +95,6 @@ enum class Meeting : uint8_t {
 // of a shuffle, `width` its width. A value from a lane that does not take part is kUndefined.
 uint64_t meet(Meeting meeting, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width,
               const Place& place);
-inline constexpr uint64_t kUndefined = 0xfff1bad0fff1bad0u;  // NaN in every float format
-
 // Calls compute once with what each lane of the warp gives, when all have come.
 using LaneArguments = void* const[32];
 void compute_together(void* argument, void (*compute)(LaneArguments& lanes), const Place& place);

@@ -26,10 +26,10 @@ Range dynamic_range() {
 }
 
 void fill(Range range) {
-  // In words: the ranges begin at a multiple of 16 bytes.
+  const uint64_t pattern = machine().options.pattern;
   size_t at = 0;
-  for (; at + 8 <= range.bytes; at += 8) std::memcpy(range.begin + at, &kUndefined, 8);
-  std::memcpy(range.begin + at, &kUndefined, range.bytes - at);
+  for (; at + 8 <= range.bytes; at += 8) std::memcpy(range.begin + at, &pattern, 8);
+  std::memcpy(range.begin + at, &pattern, range.bytes - at);
 }
 
 }  // namespace
