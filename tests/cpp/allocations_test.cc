@@ -20,6 +20,7 @@
 namespace paceline {
 namespace {
 
+using testing::all_block_drafters;
 using testing::all_heads;
 using testing::compressed_model;
 using testing::DirectOptions;
@@ -31,6 +32,7 @@ using testing::is_test_thread;
 using testing::random_raw_head;
 using testing::Side;
 using testing::tiny_model;
+using testing::TinyDraftHead;
 using testing::TinyModel;
 
 constexpr int32_t kNumDrafts = 3;
@@ -79,7 +81,8 @@ std::vector<Pair> pairs_of(DType dtype) {
         dtype);
     pairs.push_back({"compressed attention", target, layer});
   }
-  const auto heads = all_heads();
+  auto heads = all_heads();
+  for (const TinyDraftHead& drafter : all_block_drafters()) heads.push_back(drafter);
   for (size_t i = 0; i < heads.size(); ++i) {
     pairs.push_back({"draft head " + std::to_string(i), model({.windows = {8, 0, 20}}),
                      random_raw_head(heads[i], 5).build(dtype)});

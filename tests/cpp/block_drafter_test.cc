@@ -27,6 +27,7 @@
 namespace paceline {
 namespace {
 
+using testing::all_block_drafters;
 using testing::block_oracle;
 using testing::block_oracle_target;
 using testing::BlockOracle;
@@ -48,40 +49,6 @@ using testing::Tally;
 using testing::tiny_config_json;
 using testing::TinyBlock;
 using testing::TinyDraftHead;
-
-// Drafters that together use every switch, for targets of hidden size 32 with at least 3 layers.
-// Their blocks have room for 16 drafts.
-std::vector<TinyDraftHead> all_block_drafters() {
-  constexpr auto kBlock = DrafterKind::kBlock;
-  testing::TinyModel biased = llama_of({0, 5});
-  biased.has_bias = true;
-  testing::TinyModel narrow = llama_of({7, 0});
-  narrow.hidden = 16;
-  narrow.num_kv_heads = 1;
-  return {
-      {.decoder = llama_of({0}), .kind = kBlock},
-      {.decoder = llama_of({9, 0, 12}), .kind = kBlock, .aux_layers = {0, 2}},
-      {.decoder = biased,
-       .kind = kBlock,
-       .aux_layers = {1},
-       .block = {.full_is_causal = true, .sliding_is_causal = false}},
-      {.decoder = llama_of({6, 0}),
-       .kind = kBlock,
-       .block = {.samples_from_anchor = true, .is_anchored = true, .markov_rank = 8}},
-      {.decoder = llama_of({8, 3}),
-       .kind = kBlock,
-       .block = {.samples_from_anchor = true,
-                 .sliding_is_causal = false,
-                 .is_anchored = true,
-                 .markov_rank = 32}},
-      {.decoder = narrow,
-       .kind = kBlock,
-       .owns_embedding = true,
-       .owns_lm_head = true,
-       .draft_vocab_size = 40,
-       .block = {.markov_rank = 5}},
-  };
-}
 
 RawModel random_target(uint64_t seed) {
   return random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Draft heads of every kind, and checks that each must pass on every device, with a runner that is
-// driven by hand.
+// Draft heads and block drafters of every kind, and checks that each must pass on every device,
+// with a runner that is driven by hand.
 
 #include <gtest/gtest.h>
 
@@ -77,6 +77,40 @@ inline std::vector<TinyDraftHead> all_heads(int32_t head_dim = 16, int32_t windo
   };
   for (TinyDraftHead& head : heads) head.decoder.head_dim = head_dim;
   return heads;
+}
+
+// Block drafters that together use every switch, for targets of hidden size 32 with at least 3
+// layers. Their blocks have room for 16 drafts.
+inline std::vector<TinyDraftHead> all_block_drafters() {
+  constexpr auto kBlock = DrafterKind::kBlock;
+  TinyModel biased = llama_of({0, 5});
+  biased.has_bias = true;
+  TinyModel narrow = llama_of({7, 0});
+  narrow.hidden = 16;
+  narrow.num_kv_heads = 1;
+  return {
+      {.decoder = llama_of({0}), .kind = kBlock},
+      {.decoder = llama_of({9, 0, 12}), .kind = kBlock, .aux_layers = {0, 2}},
+      {.decoder = biased,
+       .kind = kBlock,
+       .aux_layers = {1},
+       .block = {.full_is_causal = true, .sliding_is_causal = false}},
+      {.decoder = llama_of({6, 0}),
+       .kind = kBlock,
+       .block = {.samples_from_anchor = true, .is_anchored = true, .markov_rank = 8}},
+      {.decoder = llama_of({8, 3}),
+       .kind = kBlock,
+       .block = {.samples_from_anchor = true,
+                 .sliding_is_causal = false,
+                 .is_anchored = true,
+                 .markov_rank = 32}},
+      {.decoder = narrow,
+       .kind = kBlock,
+       .owns_embedding = true,
+       .owns_lm_head = true,
+       .draft_vocab_size = 40,
+       .block = {.markov_rank = 5}},
+  };
 }
 
 // The KV of a sequence in drafter and target, by group and position.
