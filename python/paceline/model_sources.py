@@ -14,8 +14,13 @@ from paceline._core import ModelNotFoundError
 from paceline.checks import shorten
 from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
-from paceline.loader.block_kinds import default_num_drafts, own_block_kind
+from paceline.loader.block_kinds import (
+    block_kind_of_config,
+    default_num_drafts,
+    own_block_kind,
+)
 from paceline.loader.deepseek_v4_dspark import has_stage
+from paceline.loader.drafter_checkpoint import detect_method
 from paceline.loader.files import find
 from paceline.loader.speculators import CURE, Speculators, read_speculators
 from paceline.speculative_checks import BLOCK_METHODS
@@ -107,18 +112,24 @@ def find_models(
         )
     drafter = CheckpointFolder(draft)
     if speculative.num_speculative_tokens is None:
-        k = _default_k(drafter)
+        k = _default_k(drafter, speculative.method)
         speculative = dataclasses.replace(speculative, num_speculative_tokens=k)
     return ModelSources(target, drafter, speculative)
 
 
-def _default_k(folder: CheckpointFolder) -> int | None:
-    """The number of drafts that a drafter's folder names; of a block drafter those of its block."""
+def _default_k(folder: CheckpointFolder, method: str | None) -> int | None:
+    """The number of drafts that a drafter's folder names; of a block drafter those of its block.
+
+    Raises:
+        ValueError: It is a drafter for another method.
+    """
     if folder.is_converted:
         return folder.converted.num_speculative_tokens
     speculators = read_speculators(folder.config)
     if speculators is not None:
         return speculators.num_speculative_tokens
+    if (block_kind_of_config(folder.config) or own_block_kind(folder.config)) is None:
+        detect_method(folder, method)  # raises, since no other drafter comes without a number
     return default_num_drafts(folder.config)
 
 

@@ -178,6 +178,13 @@ def test_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
         LLM(make(TARGET), speculative_config=config, **ENGINE)
 
 
+def test_a_draft_model_is_no_block_drafter() -> None:
+    config = {"method": "dspark", "model": str(make(TARGET))}
+    seen = ("'method'] is 'dspark'", make(TARGET), "a drafter for 'draft_model'", "fc.weight")
+    with raises(ValueError, *seen):
+        LLM(make(TARGET), speculative_config=config, **ENGINE)
+
+
 def edit_nested(path: Path, section: str, **changes: Any) -> None:
     config = read_json(path / "config.json")
     config[section] = config[section] | changes

@@ -40,9 +40,11 @@ void check_block(const ExecutorOptions& o, const DecoderConfig& draft) {
   const BlockConfig& block = draft.drafter->block;
   const int32_t k = o.speculative.num_speculative_tokens;
   if (k > block.max_drafts()) {
-    throw InvalidArgument(concat("num_speculative_tokens is ", k, " and the drafter ", draft.name,
-                                 " was trained for blocks of ", block.size,
-                                 " tokens; allowed: 1 to ", block.max_drafts()));
+    const char* const reason =
+        block.samples_from_anchor ? "" : ", of which the first is known and not drafted";
+    throw InvalidArgument(concat("num_speculative_tokens is ", k,
+                                 ", but the drafter was trained for blocks of ", block.size,
+                                 " tokens", reason, "; allowed: 1 to ", block.max_drafts()));
   }
 }
 
