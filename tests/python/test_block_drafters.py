@@ -24,6 +24,7 @@ from drafter_checks import (
 from errors import raises
 from paceline import LLM, SamplingParams
 from paceline._core import ModelFileError
+from paceline.loader.convert import convert
 from tiny_models import (
     copy_checkpoint,
     edit_config,
@@ -176,6 +177,15 @@ def test_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
     seen = (f"num_speculative_tokens is {most + 1}", "blocks of 5", f"allowed: 1 to {most}")
     with raises(ValueError, *seen):
         LLM(make(TARGET), speculative_config=config, **ENGINE)
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_converting_with_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
+    most, path = SPECS[layout].max_drafts, drafter(layout, tmp_path)
+    seen = (f"num_speculative_tokens is {most + 1}", path, f"allowed: 1 to {most}")
+    with raises(ValueError, *seen):
+        convert(make(TARGET), tmp_path / "out", path, num_speculative_tokens=most + 1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_draft_model_is_no_block_drafter() -> None:

@@ -108,6 +108,8 @@ def convert(
             draft = _open_draft(source, target, tokenizer, dtype, method)
         elif is_own:
             draft = open_drafter(folder, target.as_target(), method)
+        if isinstance(draft, DrafterCheckpoint) and draft.kind in BLOCK_KINDS:
+            _check_block(draft, num_speculative_tokens)
         return _fill(
             out,
             lambda partial: _write_folder(
@@ -118,6 +120,17 @@ def convert(
                 num_speculative_tokens,
                 progress,
             ),
+        )
+
+
+def _check_block(draft: DrafterCheckpoint, num_speculative_tokens: int) -> None:
+    """Refuses more drafts than a block makes, which no engine would run."""
+    block = draft.config["drafter"]["block"]
+    most = block["size"] - (0 if block["samples_from_anchor"] else 1)
+    if num_speculative_tokens > most:
+        raise ValueError(
+            f"num_speculative_tokens is {num_speculative_tokens}, but the drafter {draft.path} was "
+            f"trained for blocks of {block['size']} tokens; allowed: 1 to {most}"
         )
 
 
