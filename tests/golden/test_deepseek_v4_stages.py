@@ -116,7 +116,7 @@ def test_drafts_after_a_preemption() -> None:
     emitted: list[list[int]] = [[] for _ in tokens]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     engine: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 80}
-    with LLM(path, speculative_config=config_of(k), kv_cache_bytes=250 << 10, show_progress=False,
+    with LLM(path, speculative_config=config_of(k), kv_cache_bytes=230 << 10, show_progress=False,
              **engine) as llm:  # fmt: skip
         for chunk in llm.stream([list(prompt) for prompt, _ in sequences("plain")], params):
             if tokens[chunk.index] and chunk.token_ids:

@@ -9,7 +9,7 @@ from the hidden states, and of the block's own rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -115,6 +115,10 @@ class BlockReference:
             return spec.embed_scale
         is_gemma = self.target.model.config.model_type.startswith("gemma")
         return width if spec.layout == "z-lab" and is_gemma else 1.0
+
+    def head_weights(self) -> Mapping[str, Tensor]:
+        """The tensors of the Markov head and of the confidence head, as deepseek-ai names them."""
+        return self.weights
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits of a block's predicting rows without its Markov head."""
@@ -226,7 +230,7 @@ class Chain:
     def __init__(self, reference: BlockReference, rows: Tensor, newest: int) -> None:
         """Begins a block, whose rows of the drafter's output are `rows`."""
         self._spec = reference.spec
-        self._weights = reference.weights
+        self._weights = reference.head_weights()
         self._rows = iter(rows)
         self._state = torch.zeros(self._spec.markov_rank, dtype=rows.dtype)
         if not self._spec.samples_from_anchor:

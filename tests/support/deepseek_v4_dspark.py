@@ -45,12 +45,16 @@ class StagesSpec:
         seed: Of the weights.
         block_size: Rows of a block.
         markov_rank: Columns of the Markov head's table.
+        markov_type: The type of the Markov head; the published files have this one.
+        confidence: What a confidence head that is used reads: there is none.
         layers: The target's layers whose output it reads; it has a stage for each.
     """
 
     seed: int = 0
     block_size: int = 5
     markov_rank: int = 6
+    markov_type: str = "vanilla"
+    confidence: str = ""
     layers: tuple[int, ...] = (1, 2, 3)
 
     @property
@@ -219,6 +223,7 @@ class StagesReference(BlockReference):
         }
         self.mask_token = self.config["dspark_noise_token_id"]
         self.room = lambda tokens: 1 << 30
+        self.least_confidence = 0.0
         self.stages = [_Stage(self, i) for i in range(len(stages.layers))]
 
     def streams_of(self, streams: Tensor) -> Tensor:
@@ -233,15 +238,17 @@ class StagesReference(BlockReference):
                                       "main_proj"), "main_norm")  # fmt: skip
 
     def block(self, context: Tensor, newest: int, num_drafts: int) -> Tensor:
-        """The logits of a block without its Markov head, [num_drafts, vocab]."""
+        """The streams of all rows of a block after the last stage, [rows, 4, hidden]."""
         ids = torch.tensor([newest] + [self.mask_token] * (num_drafts - 1))
         x = self.target.embedding[ids].to(context.dtype).unsqueeze(1).repeat(1, 4, 1)
         for stage in self.stages:
             x = stage.run_block(x, context)
-        return self.stages[-1].logits(x)
+        return x
 
-    def bias(self, previous: Tensor) -> Tensor:
-        """What the Markov head adds after tokens."""
-        w = self.stages[-1].weights
-        table = w["markov_head.markov_w1.weight"]
-        return table[previous] @ w["markov_head.markov_w2.weight"].T
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits of a block without its Markov head, [num_drafts, vocab]."""
+        return self.stages[-1].logits(rows)
+
+    def head_weights(self) -> Mapping[str, Tensor]:
+        """The tensors of the Markov head."""
+        return self.stages[-1].weights
