@@ -4,85 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
-#include <deque>
-#include <functional>
-#include <random>
-#include <vector>
+#include <cstdint>
 
 #include "executor/draft_chooser.h"
+#include "support/scripted_drafts.h"
 
 namespace paceline {
 namespace {
-
-// A device and a drafter whose times and acceptance are given. As in an engine, a choice is made
-// before the results of the iteration before it are known.
-struct Script {
-  std::vector<int32_t> lengths = {0, 1, 2, 3};
-  std::vector<int32_t> buckets = {1, 2, 4, 8, 16, 64};
-  // Time of an iteration with k' drafts and these sequences.
-  std::function<double(int32_t, int32_t)> us = [](int32_t k, int32_t) { return 100 + 10 * k; };
-  // Probability that draft i is accepted if those before it are.
-  std::function<double(int32_t)> acceptance = [](int32_t) { return 0.8; };
-  double noise = 0;  // relative standard deviation of times
-  bool is_timed = true;
-
-  std::mt19937_64 random{1};
-  DraftChooser chooser{lengths, buckets};
-  std::deque<DraftChooser::Iteration> unread;
-  int32_t last = -1;
-  std::array<int64_t, 17> counts{};
-  int64_t num_explored = 0;
-  int64_t num_changes = 0;
-  int32_t last_choice = -1;
-  // Of all iterations, without noise.
-  double sum_us = 0;
-  double sum_tokens = 0;
-
-  void run(int32_t iterations, int32_t num_seqs) {
-    for (int32_t n = 0; n < iterations; ++n) {
-      const DraftChooser::Choice choice = chooser.choose(num_seqs, num_seqs);
-      ++counts[static_cast<size_t>(choice.num_drafts)];
-      num_explored += choice.explores ? 1 : 0;
-      if (!choice.explores) {
-        num_changes += last_choice >= 0 && choice.num_drafts != last_choice ? 1 : 0;
-        last_choice = choice.num_drafts;
-      }
-      DraftChooser::Iteration iteration{.num_seqs = num_seqs, .num_drafts = choice.num_drafts};
-      const int32_t verified = last < 0 ? 0 : std::min(last, choice.num_drafts);
-      for (int32_t i = 0; i < num_seqs && verified > 0; ++i) {
-        int32_t accepted = 0;
-        while (accepted < verified && unit() < acceptance(accepted)) ++accepted;
-        iteration.add_window(verified, accepted);
-      }
-      sum_us += us(choice.num_drafts, num_seqs);
-      sum_tokens += num_seqs * tokens(verified);
-      if (is_timed && (choice.num_drafts == 0 || choice.num_drafts == last)) {
-        std::normal_distribution<double> normal(1, noise);
-        const double factor = noise > 0 ? std::max(0.3, normal(random)) : 1;
-        iteration.us = us(choice.num_drafts, num_seqs) * factor;
-      }
-      last = choice.num_drafts;
-      unread.push_back(iteration);
-      if (unread.size() < 2) continue;
-      chooser.observe(unread.front());
-      unread.pop_front();
-    }
-  }
-  // Tokens of a window with k drafts, on average.
-  double tokens(int32_t k) {
-    double sum = 1;
-    double product = 1;
-    for (int32_t i = 0; i < k; ++i) sum += product *= acceptance(i);
-    return sum;
-  }
-  double unit() { return std::uniform_real_distribution<double>(0, 1)(random); }
-  void clear() {
-    counts = {};
-    num_explored = num_changes = 0;
-    sum_us = sum_tokens = 0;
-  }
-};
 
 TEST(DraftChooser, FindsTheLengthWithTheMostTokensASecond) {
   struct Case {
@@ -92,7 +20,7 @@ TEST(DraftChooser, FindsTheLengthWithTheMostTokensASecond) {
   };
   for (const Case& c : {Case{1.0, 10, 3}, Case{0.0, 2, 0}, Case{0.5, 1, 3}, Case{0.5, 30, 1},
                         Case{0.3, 40, 0}, Case{0.7, 50, 1}}) {
-    Script script;
+    ScriptedDrafts script;
     script.acceptance = [&](int32_t) { return c.acceptance; };
     script.us = [&](int32_t k, int32_t) { return 100 + c.us_per_draft * k; };
     script.run(2000, 4);
@@ -104,7 +32,7 @@ TEST(DraftChooser, FindsTheLengthWithTheMostTokensASecond) {
 }
 
 TEST(DraftChooser, ChoosesForEachNumberOfSequences) {
-  Script script;
+  ScriptedDrafts script;
   // With many sequences rows cost time.
   script.us = [](int32_t k, int32_t n) { return n < 16 ? 100 + 5 * k : 100 + 2.0 * n * k; };
   for (int round = 0; round < 4; ++round) {
@@ -118,7 +46,7 @@ TEST(DraftChooser, ChoosesForEachNumberOfSequences) {
 }
 
 TEST(DraftChooser, ExploresAboutOnePercent) {
-  Script script;
+  ScriptedDrafts script;
   script.us = [](int32_t k, int32_t) { return 100 + k; };
   script.run(500, 4);
   script.clear();
@@ -134,7 +62,7 @@ TEST(DraftChooser, ExploresAboutOnePercent) {
 }
 
 TEST(DraftChooser, NoiseDoesNotFlipTheChoice) {
-  Script script;
+  ScriptedDrafts script;
   // The best is 10 % better than the next, and single times are off by as much.
   script.acceptance = [](int32_t i) { return i < 2 ? 0.9 : 0.1; };
   script.us = [](int32_t k, int32_t) { return 100 + 22 * k; };
@@ -148,25 +76,27 @@ TEST(DraftChooser, NoiseDoesNotFlipTheChoice) {
 
 // Other work on the machine makes all iterations slower for a while.
 TEST(DraftChooser, LoadThatComesAndGoesDoesNotFlipTheChoice) {
-  Script script;
-  double load = 1;
-  script.acceptance = [](int32_t) { return 0.7; };
-  script.us = [&](int32_t k, int32_t) { return load * (100 + 80 * k); };
-  script.noise = 0.1;
-  script.run(500, 16);
-  script.clear();
-  for (int round = 0; round < 100; ++round) {
-    load = 1 + 2 * script.unit();
-    script.run(20 + static_cast<int32_t>(300 * script.unit()), 16);
+  for (const uint64_t seed : {1, 2, 3, 4, 5, 6, 7, 8}) {
+    ScriptedDrafts script;
+    script.random.seed(seed);
+    double load = 1;
+    script.acceptance = [](int32_t) { return 0.7; };
+    script.us = [&](int32_t k, int32_t) { return load * (100 + 80 * k); };
+    script.noise = 0.1;
+    script.run(500, 16);
+    script.clear();
+    for (int round = 0; round < 100; ++round) {
+      load = 1 + 2 * script.unit();
+      script.run(20 + static_cast<int32_t>(300 * script.unit()), 16);
+    }
+    EXPECT_GE(script.share_of_best(), 0.98) << "seed " << seed;
+    EXPECT_LE(script.num_changes, 40) << "seed " << seed;
   }
-  const int64_t others = script.counts[1] + script.counts[2] + script.counts[3];
-  EXPECT_LE(others, script.counts[0] / 50);
-  EXPECT_LE(script.num_changes, 20);
 }
 
 TEST(DraftChooser, FollowsAChangeOfAcceptanceAndOfTimes) {
   for (const int32_t num_seqs : {1, 16}) {
-    Script script;
+    ScriptedDrafts script;
     double acceptance = 0;
     double us_per_draft = 15;
     script.acceptance = [&](int32_t) { return acceptance; };
@@ -210,7 +140,7 @@ TEST(DraftChooser, LosesLittle) {
     for (const int32_t num_seqs : {1, 4, 16, 64}) {
       for (const double acceptance : {0.05, 0.3, 0.64, 0.9}) {
         for (const uint64_t seed : {1, 2, 3}) {
-          Script script;
+          ScriptedDrafts script;
           script.lengths = {0, 1, 2, 4};
           script.chooser = DraftChooser(script.lengths, script.buckets);
           script.random.seed(seed);
@@ -228,18 +158,18 @@ TEST(DraftChooser, LosesLittle) {
           const double share = script.sum_tokens / script.sum_us / best;
           sum += share;
           ++num_cases;
-          EXPECT_GE(share, 0.97) << machine.name << ", " << num_seqs << " sequences, acceptance "
-                                 << acceptance << ", seed " << seed;
+          EXPECT_GE(share, 0.965) << machine.name << ", " << num_seqs << " sequences, acceptance "
+                                  << acceptance << ", seed " << seed;
         }
       }
     }
   }
-  EXPECT_GE(sum / num_cases, 0.99);
+  EXPECT_GE(sum / num_cases, 0.993);
 }
 
 // Nothing is timed while prompts come all the time. Acceptance alone then decides.
 TEST(DraftChooser, StopsDraftingWithoutTimes) {
-  Script script;
+  ScriptedDrafts script;
   script.acceptance = [](int32_t) { return 0.02; };
   script.is_timed = false;
   script.run(200, 4);
@@ -250,7 +180,7 @@ TEST(DraftChooser, StopsDraftingWithoutTimes) {
 
 // A few iterations with a number of sequences, as while requests come and go, explore nothing.
 TEST(DraftChooser, DoesNotExploreInPassing) {
-  Script script;
+  ScriptedDrafts script;
   script.run(100, 1);
   script.clear();
   for (const int32_t n : {2, 4, 8, 16, 64}) script.run(4, n);

@@ -121,6 +121,13 @@ def figures(run: Run, concurrency: int) -> dict[str, Any]:
             for of in run.stats["drafts"]
             if of["num_iterations"]
         },
+        "us": {of["num_drafts"]: of["us"] for of in run.stats["drafts"] if of["num_iterations"]},
+        "prompt_us": sum(
+            us for us, chunks in zip(times["us"], times["num_prefill"], strict=True) if chunks
+        ),
+        "idle_us": sum(times["idle_us"]),
+        "duration_us": run.duration_s * 1e6,
+        "tokens": num_tokens,
     }
     if run.stats["is_adaptive"]:
         found["acceptance"] = [round(p, 3) for p in run.stats["expected_acceptance"]]
@@ -224,7 +231,7 @@ class Pair:
                 engine.length = speculation.synthetic_acceptance_length or None
                 engine.is_adaptive = speculation.adaptive
             self.engines.append(engine)
-        if variants[-1][1] is not None and variants[-1][1].adaptive:
+        if self._args.forced and variants[-1][1] is not None and variants[-1][1].adaptive:
             last = self.engines[-1]
             off = replace(last, name="k'=0 forced", sampling={"num_speculative_tokens": 0})
             off.rounds = {}
@@ -306,6 +313,9 @@ def main() -> None:
         "--output-len", default="256", help="one for each concurrency, or one for all"
     )
     parser.add_argument("--fixed-every", type=int, default=1, help="rounds with a fixed k")
+    parser.add_argument(
+        "--no-forced", dest="forced", action="store_false", help="leave out k' = 0 forced"
+    )
     parser.add_argument("--repeat", type=int, default=4, help="requests of a run with c = 1")
     parser.add_argument("--lengths", default="2.2")
     parser.add_argument("--fixed", default="4")

@@ -10,14 +10,23 @@ namespace {
 
 // Another k' must promise this much more, so that noise does not change the choice.
 constexpr double kMargin = 1.01;
-// The share of iterations that explorations may lose, and how many of them are saved up.
+// The share of a bucket's iterations that explorations may lose, how many of them are saved up, and
+// those of a new bucket.
 constexpr double kLostShare = 0.004;
 constexpr double kMostCredit = 30;
+constexpr double kFirstCredit = 1;
 // What an exploration costs at least, so that values of k' that are alike are not explored often.
 constexpr double kLeastLoss = 1;
 // Iterations of an exploration. The first verifies what the one before has drafted, so its time is
 // not used. The host chooses before it has read the newest results.
 constexpr int32_t kExploredIterations = 3;
+// The same, if an iteration takes as many times as long as one of the choice: then one time is
+// enough to see that it does not pay. If the time is a shorter one after all, it is measured once
+// more.
+constexpr double kDear = 2;
+constexpr int32_t kDearIterations = 2;
+// Times of which the median is a cost otherwise.
+constexpr int64_t kFewestTimes = 2;
 // A k' that promises more by old times is tried until it has as many new ones, and at most for as
 // many iterations.
 constexpr int64_t kTrialTimes = 4;
@@ -33,14 +42,16 @@ constexpr int64_t kMostPatience = 1024;
 constexpr int64_t kRecent = 64;
 // Times of the choice before others are explored.
 constexpr int64_t kSettled = 5;
-// Times of which the median is a cost.
-constexpr int64_t kFewestTimes = 2;
-// A k' without a time is measured at once only if it may give this share of the best throughput.
-constexpr double kHopeful = 0.7;
+// Where nothing is known of as many sequences, iterations are plain until two of them have been
+// timed. Plain iterations are the shortest, and they tell what a row costs. After as many without a
+// time, since some sequence always has prompt rows, estimates decide.
+constexpr int64_t kPlainFirst = 16;
+// A k' without a time is measured soon only if it may give this share of the best throughput.
+constexpr double kHopeful = 0.8;
 // Numbers of sequences whose costs are alike: their quotient is at most this.
 constexpr double kNearby = 2;
-// What a draft adds to the time of a plain iteration, before anything is known: for the first
-// choice, which must not be far too many, and to see whether another k' is worth a trial.
+// What a draft adds to the time of a plain iteration, if none is known: before any time is, and to
+// see whether another k' is worth a trial.
 constexpr double kDraftShare = 0.1;
 constexpr double kFirstDraftSharePerSequence = 0.03;
 constexpr double kDraftSharePerSequence = 0.002;
@@ -55,6 +66,11 @@ constexpr double kFirstAccepted = 3;
 // What has been learned is not forgotten below as many.
 constexpr double kFewestReached = 8;
 
+// Of an exploration. `time`: of one of them, in comparison with the choice.
+int32_t num_explored_iterations(double time) {
+  return time < kDear ? kExploredIterations : kDearIterations;
+}
+
 }  // namespace
 
 void DraftChooser::Iteration::add_window(int32_t num_drafts, int32_t num_accepted) {
@@ -64,14 +80,14 @@ void DraftChooser::Iteration::add_window(int32_t num_drafts, int32_t num_accepte
   }
 }
 
-bool DraftChooser::Cell::add(double us) {
+bool DraftChooser::Cell::add(double us, double long_us) {
   times[static_cast<size_t>(count % kNumTimes)] = static_cast<float>(us);
   ++count;
-  if (count < kFewestTimes) return false;
+  if (count < kFewestTimes && us < long_us) return false;
   std::array<float, kNumTimes> sorted = times;
   const auto end = sorted.begin() + std::min<int64_t>(count, kNumTimes);
-  // The larger one of two: few times shall not promise too much.
-  const auto middle = sorted.begin() + (end - sorted.begin()) / 2;
+  // The smaller one of two: other work on the machine makes times longer, never shorter.
+  const auto middle = sorted.begin() + (end - sorted.begin() - 1) / 2;
   std::nth_element(sorted.begin(), middle, end);
   median = *middle;
   return true;
@@ -87,7 +103,10 @@ DraftChooser::DraftChooser(std::vector<int32_t> lengths, std::vector<int32_t> bu
       buckets_(std::move(buckets)),
       states_(buckets_.size()),
       current_(lengths_.size() - 1) {
-  for (Bucket& bucket : states_) bucket.cells.resize(lengths_.size());
+  for (Bucket& bucket : states_) {
+    bucket.cells.resize(lengths_.size());
+    bucket.credit = kFirstCredit;
+  }
   reached_.fill(kFirstReached);
   accepted_.fill(kFirstAccepted);
 }
@@ -112,38 +131,83 @@ double DraftChooser::tokens(size_t length) const {
   return sum;
 }
 
-auto DraftChooser::costs_of(size_t bucket) const -> Costs {
+auto DraftChooser::measured(size_t bucket) const -> Costs {
   Costs costs{};
   const Bucket& state = states_[bucket];
   for (size_t i = 0; i < lengths_.size(); ++i) {
     costs[i] = state.cells[i].median * state.level / state.cells[i].level;
   }
-  add_costs_of_others(bucket, costs);
+  return costs;
+}
+
+auto DraftChooser::costs_of(size_t bucket) const -> Costs {
+  Costs costs = measured(bucket);
+  Costs linear = costs;
+  const auto num_known =
+      std::count_if(costs.begin(), costs.end(), [](double us) { return us > 0; });
+  if (num_known > 1) extrapolate(bucket, linear);
+  for (size_t i = 1; i < lengths_.size(); ++i) {
+    if (costs[i] == 0) add_cost_of_other(bucket, i, costs);
+    costs[i] = std::max(costs[i], linear[i]);
+  }
   extrapolate(bucket, costs);
   return costs;
 }
 
-// Those of the nearest buckets, in proportion to a k' that is known for both.
-void DraftChooser::add_costs_of_others(size_t bucket, Costs& costs) const {
-  const auto own_end = costs.begin() + static_cast<std::ptrdiff_t>(lengths_.size());
-  const auto is_known = [](double us) { return us > 0; };
+size_t DraftChooser::nearest(size_t bucket, size_t length) const {
   // Outwards from the bucket, alternately below and above, by the quotient to it.
   size_t below = bucket;
   size_t above = bucket + 1;
-  while ((below > 0 || above < states_.size()) && !std::all_of(costs.begin(), own_end, is_known)) {
+  while (below > 0 || above < states_.size()) {
     const bool takes_below =
         above == states_.size() || (below > 0 && int64_t{buckets_[above]} * buckets_[below - 1] >=
                                                      int64_t{buckets_[bucket]} * buckets_[bucket]);
-    const Bucket& other = states_[takes_below ? --below : above++];
-    const auto cost_of = [&](size_t i) { return other.cells[i].median / other.cells[i].level; };
-    double scale = std::any_of(costs.begin(), own_end, is_known) ? 0 : 1;
-    for (size_t i = 0; i < lengths_.size() && scale == 0; ++i) {
-      if (costs[i] > 0 && cost_of(i) > 0) scale = costs[i] / cost_of(i);
-    }
-    for (size_t i = 0; i < lengths_.size(); ++i) {
-      if (costs[i] == 0) costs[i] = scale * cost_of(i);
-    }
+    const size_t other = takes_below ? --below : above++;
+    if (states_[other].cells[length].median > 0) return other;
   }
+  return kUnset;
+}
+
+// What a row of the target adds to a plain iteration with at least as many sequences as `other`,
+// whose times are given.
+double DraftChooser::row_cost(size_t other, const Costs& known) const {
+  const double plain = states_[other].cells[0].median > 0 ? known[0] : 0;
+  for (size_t b = 0; b < states_.size() && plain > 0; ++b) {
+    const double another = measured(b)[0];
+    if (b == other || another == 0) continue;
+    return std::max(0.0, (plain - another) / (buckets_[other] - buckets_[b]));
+  }
+  // At most this, if draft steps cost nothing.
+  const size_t last = lengths_.size() - 1;
+  return std::max(0.0, known[last] - known[0]) / (lengths_[last] * buckets_[other]);
+}
+
+double DraftChooser::plain_cost(size_t bucket, size_t other, const Costs& known,
+                                const Costs& own) const {
+  for (size_t i = 1; i < lengths_.size(); ++i) {
+    if (own[i] == 0) continue;
+    const int32_t k = lengths_[i];
+    return std::clamp((own[i] - known[i] + (k + 1) * known[0]) / (k + 1), kLeastShare * own[i],
+                      own[i]);
+  }
+  const int32_t more = std::max(0, buckets_[bucket] - buckets_[other]);
+  return known[0] + more * row_cost(other, known);
+}
+
+// An iteration with k' drafts takes longer than a plain one by k' draft steps, and by the rows of
+// k' tokens of each sequence. What other sequences add to a plain iteration is the time of their
+// rows.
+void DraftChooser::add_cost_of_other(size_t bucket, size_t length, Costs& costs) const {
+  const size_t other = nearest(bucket, length);
+  if (other == kUnset) return;
+  Costs known = measured(other);
+  extrapolate(other, known);
+  if (costs[0] == 0) costs[0] = plain_cost(bucket, other, known, costs);
+  const double added = known[length] - known[0];
+  // With fewer sequences in proportion, as if draft steps cost nothing: trying that costs little.
+  const double ratio = static_cast<double>(buckets_[bucket]) / buckets_[other];
+  const double of_rows = std::max(0.0, lengths_[length] * (costs[0] - known[0]));
+  costs[length] = costs[0] + std::min(ratio, 1.0) * added + of_rows;
 }
 
 // Those that no bucket knows: linear in k'.
@@ -190,13 +254,17 @@ bool DraftChooser::is_known_nearby(size_t bucket, size_t length) const {
   return false;
 }
 
-size_t DraftChooser::settle(Bucket& state, const Costs& costs) {
+size_t DraftChooser::settle(size_t bucket, const Costs& costs) {
+  Bucket& state = states_[bucket];
   const bool is_first = state.choice == kUnset;
-  if (is_first) state.choice = current_;
+  if (is_first) state.choice = is_known_nearby(bucket, 0) ? current_ : 0;
+  if (state.choice == 0 && state.cells[0].median == 0 && state.num_visits <= kPlainFirst) {
+    return kUnset;
+  }
   size_t best = state.choice;
   double most = (is_first ? 1 : kMargin) * tokens(best) / costs[best];
   for (size_t i = 0; i < lengths_.size(); ++i) {
-    if (tokens(i) / costs[i] <= most) continue;
+    if (tokens(i) / costs[i] <= most || !may_explore(bucket, i)) continue;
     most = tokens(i) / costs[i];
     best = i;
   }
@@ -228,7 +296,15 @@ double DraftChooser::loss(const Bucket& state, const Costs& costs, size_t length
   const double time = costs[length] / costs[state.choice];
   // Drafts are lost when k' falls, and when it grows they are paid an iteration before.
   const double change = std::abs(gained - 1) + (length > state.choice ? time - 1 : 0);
-  return std::clamp(kExploredIterations * (time - gained) + change, kLeastLoss, kMostCredit);
+  return std::clamp(num_explored_iterations(time) * (time - gained) + change, kLeastLoss,
+                    kMostCredit);
+}
+
+bool DraftChooser::may_explore(size_t bucket, size_t length) const {
+  const Bucket& state = states_[bucket];
+  if (length == state.choice) return false;
+  return length <= state.choice + 1 || state.cells[length].median > 0 ||
+         is_known_nearby(bucket, length - 1);
 }
 
 size_t DraftChooser::next_unknown(size_t bucket, const Costs& costs) {
@@ -236,7 +312,8 @@ size_t DraftChooser::next_unknown(size_t bucket, const Costs& costs) {
   const double best = tokens(state.choice) / costs[state.choice];
   for (size_t distance = 1; distance < lengths_.size(); ++distance) {
     for (const size_t i : {state.choice + distance, state.choice - distance}) {
-      if (i >= lengths_.size() || state.num_visits < state.cells[i].retry) continue;
+      if (i >= lengths_.size() || !may_explore(bucket, i)) continue;
+      if (state.num_visits < state.cells[i].retry) continue;
       if (is_known_nearby(bucket, i) || tokens(i) / costs[i] < kHopeful * best) continue;
       state.cells[i].wait(state.num_visits);
       return i;
@@ -245,21 +322,22 @@ size_t DraftChooser::next_unknown(size_t bucket, const Costs& costs) {
   return kUnset;
 }
 
-size_t DraftChooser::next_affordable(Bucket& state, const Costs& costs) {
+size_t DraftChooser::next_affordable(size_t bucket, const Costs& costs) {
+  Bucket& state = states_[bucket];
   size_t next = kUnset;
   double most = 0;
   for (size_t i = 0; i < lengths_.size(); ++i) {
     const Cell& cell = state.cells[i];
     const auto age = static_cast<double>(state.num_visits - cell.newest);
-    if (i == state.choice || age < kRecent) continue;
+    if (!may_explore(bucket, i) || age < kRecent) continue;
     // The older its times, and the less it costs, the sooner.
     const double urgency = age / loss(state, costs, i);
     if (urgency <= most) continue;
     most = urgency;
     next = i;
   }
-  if (next == kUnset || credit_ < loss(state, costs, next)) return kUnset;
-  credit_ -= loss(state, costs, next);
+  if (next == kUnset || state.credit < loss(state, costs, next)) return kUnset;
+  state.credit -= loss(state, costs, next);
   return next;
 }
 
@@ -273,9 +351,11 @@ size_t DraftChooser::next_to_explore(size_t bucket, const Costs& costs, bool rea
   }
   if (chosen.batch != batch_ || chosen.count < kSettled) return kUnset;
   if (reaches_all) {
+    const size_t again = std::exchange(state.again, kUnset);
+    if (again != kUnset && again != state.choice) return again;
     if (const size_t next = next_unknown(bucket, costs); next != kUnset) return next;
   }
-  return reaches_some ? next_affordable(state, costs) : kUnset;
+  return reaches_some ? next_affordable(bucket, costs) : kUnset;
 }
 
 auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
@@ -286,7 +366,7 @@ auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
   const size_t bucket = bucket_of(num_seqs);
   Bucket& state = states_[bucket];
   ++state.num_visits;
-  credit_ = std::min(credit_ + kLostShare, kMostCredit);
+  state.credit = std::min(state.credit + kLostShare, kMostCredit);
   if (measured_bucket_ != bucket) num_left_ = 0;
   if (num_left_ > 0 && !is_trial_) {
     --num_left_;
@@ -298,12 +378,13 @@ auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
     for (size_t i = 0; i < lengths_.size(); ++i) costs[i] = 1 + share * lengths_[i];
   }
   measured_bucket_ = bucket;
-  const size_t tried = settle(state, costs);
+  const size_t tried = settle(bucket, costs);
   current_ = state.choice;
   current_seqs_ = num_seqs;
   is_trial_ = tried != kUnset;
   if (is_trial_) {
     measured_ = tried;
+    state.cells[tried].is_once = false;
     return {.num_drafts = lengths_[tried]};
   }
   num_left_ = 0;
@@ -312,7 +393,8 @@ auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
   measured_ = next_to_explore(bucket, costs, /*reaches_all=*/!is_plain || num_ready >= num_seqs,
                               /*reaches_some=*/!is_plain || num_ready > 0);
   if (measured_ == kUnset) return {.num_drafts = lengths_[current_]};
-  num_left_ = kExploredIterations - 1;
+  num_left_ = num_explored_iterations(costs[measured_] / costs[current_]) - 1;
+  state.cells[measured_].is_once = num_left_ < kFewestTimes;
   return {.num_drafts = lengths_[measured_], .explores = true};
 }
 
@@ -336,7 +418,12 @@ void DraftChooser::observe(const Iteration& iteration) {
   cell.batch = batch_;
   cell.newest = state.num_visits;
   const double before = cell.median;
-  if (!cell.add(iteration.us)) return;
+  const double chosen_us =
+      is_choice || state.choice == kUnset ? 0 : state.cells[state.choice].median;
+  if (!cell.add(iteration.us, chosen_us > 0 ? kDear * chosen_us : HUGE_VAL)) {
+    if (cell.is_once) state.again = length;
+    return;
+  }
   if (is_choice && before > 0) state.level = cell.level * cell.median / before;
   cell.level = state.level;
 }

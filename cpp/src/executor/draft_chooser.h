@@ -87,9 +87,11 @@ class DraftChooser {
     // Visits of the bucket: not explored or tried before this one, and how long it then waits.
     int64_t retry = 0;
     int64_t patience = 0;
+    bool is_once = false;  // the newest exploration measures it only once
 
-    // Returns whether the median is of new times.
-    bool add(double us);
+    // Returns whether the median is of new times. A single one counts if it is as long as
+    // `long_us`.
+    bool add(double us, double long_us);
     void wait(int64_t num_visits);
   };
   struct Bucket {
@@ -99,24 +101,37 @@ class DraftChooser {
     // How slow all iterations are, in comparison: other work on the machine comes and goes, and
     // contexts grow. It follows the times of the choice.
     double level = 1;
-    size_t former = 0;   // the choice before, which is measured again
-    int64_t review = 0;  // visit of that; 0: it has been
+    double credit = 0;      // iterations that explorations may lose
+    size_t former = 0;      // the choice before, which is measured again
+    int64_t review = 0;     // visit of that; 0: it has been
+    size_t again = kUnset;  // explored at once, since its only time was a surprise
   };
 
   [[nodiscard]] size_t bucket_of(int32_t num_seqs) const;
   [[nodiscard]] double tokens(size_t length) const;
   // The times of iterations; those that are not known are estimated. All 0 if nothing is known.
   [[nodiscard]] Costs costs_of(size_t bucket) const;
-  void add_costs_of_others(size_t bucket, Costs& costs) const;
+  // The measured times; others 0.
+  [[nodiscard]] Costs measured(size_t bucket) const;
+  // The bucket of the most similar number of sequences for which a k' is measured, or kUnset.
+  [[nodiscard]] size_t nearest(size_t bucket, size_t length) const;
+  // Estimates from the times `known` of another bucket.
+  [[nodiscard]] double row_cost(size_t other, const Costs& known) const;
+  [[nodiscard]] double plain_cost(size_t bucket, size_t other, const Costs& known,
+                                  const Costs& own) const;
+  void add_cost_of_other(size_t bucket, size_t length, Costs& costs) const;
   void extrapolate(size_t bucket, Costs& costs) const;
   [[nodiscard]] bool is_known_nearby(size_t bucket, size_t length) const;
   // Sets the choice of a bucket. Returns a k' to try before it is chosen, or kUnset.
-  [[nodiscard]] size_t settle(Bucket& bucket, const Costs& costs);
+  [[nodiscard]] size_t settle(size_t bucket, const Costs& costs);
   // The k' to explore next, or kUnset.
   [[nodiscard]] size_t next_to_explore(size_t bucket, const Costs& costs, bool reaches_all,
                                        bool reaches_some);
   [[nodiscard]] size_t next_unknown(size_t bucket, const Costs& costs);
-  [[nodiscard]] size_t next_affordable(Bucket& bucket, const Costs& costs);
+  [[nodiscard]] size_t next_affordable(size_t bucket, const Costs& costs);
+  // More drafts than the next value of k' are explored only if that one has been measured, for as
+  // many sequences or nearly as many. Estimates for many more rows may be far too low.
+  [[nodiscard]] bool may_explore(size_t bucket, size_t length) const;
   // Iterations that an exploration is expected to lose.
   [[nodiscard]] double loss(const Bucket& bucket, const Costs& costs, size_t length) const;
 
@@ -128,7 +143,6 @@ class DraftChooser {
   size_t current_ = 0;
   int32_t current_seqs_ = 0;
   int64_t batch_ = 0;         // grows when no sequence decodes
-  double credit_ = 0;         // iterations that explorations may lose
   size_t measured_ = kUnset;  // k' of the exploration or trial under way
   size_t measured_bucket_ = 0;
   bool is_trial_ = false;
