@@ -178,6 +178,46 @@ TEST(DraftChooser, StopsDraftingWithoutTimes) {
   EXPECT_GE(script.counts[0], 150);
 }
 
+TEST(DraftChooser, BeginsWithPlainIterations) {
+  ScriptedDrafts script;
+  script.run(3, 1);
+  EXPECT_EQ(script.counts[0], 3);
+  script.run(500, 1);
+  script.clear();
+  // Not where nearly as many sequences are known.
+  script.run(3, 2);
+  EXPECT_EQ(script.counts[0], 0);
+  script.clear();
+  script.run(3, 16);
+  EXPECT_EQ(script.counts[0], 3);
+}
+
+// Rows that are cheap for one sequence are not for sixteen.
+TEST(DraftChooser, CountsRowsForOtherNumbersOfSequences) {
+  ScriptedDrafts script;
+  script.acceptance = [](int32_t) { return 0.2; };
+  script.us = [](int32_t k, int32_t n) { return 4000.0 + 340 * (n * (k + 1) - 1) + 60 * k; };
+  script.run(1000, 1);
+  EXPECT_GE(script.counts[1], 700);
+  script.clear();
+  script.run(50, 16);
+  EXPECT_EQ(script.counts[0], 50);
+}
+
+// What an engine drafts while prompts are computed depends on the sequences that there will be.
+TEST(DraftChooser, SaysWhatItHasChosenForANumberOfSequences) {
+  ScriptedDrafts script;
+  script.us = [](int32_t k, int32_t n) { return n < 16 ? 100 + 5 * k : 100 + 2.0 * n * k; };
+  EXPECT_EQ(script.chooser.settled(0), 3);
+  EXPECT_EQ(script.chooser.settled(64), 3);  // nothing is known
+  script.run(3, 64);
+  EXPECT_EQ(script.chooser.settled(64), 3);  // too little is
+  script.run(300, 64);
+  script.run(300, 2);
+  EXPECT_EQ(script.chooser.settled(64), 0);
+  EXPECT_EQ(script.chooser.settled(2), 3);
+}
+
 // A few iterations with a number of sequences, as while requests come and go, explore nothing.
 TEST(DraftChooser, DoesNotExploreInPassing) {
   ScriptedDrafts script;

@@ -398,6 +398,12 @@ auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
   return {.num_drafts = lengths_[measured_], .explores = true};
 }
 
+int32_t DraftChooser::settled(int32_t num_seqs) const {
+  const Bucket& state = states_[bucket_of(std::max(num_seqs, 1))];
+  const bool is_known = state.choice != kUnset && state.cells[state.choice].count >= kSettled;
+  return is_known ? lengths_[state.choice] : lengths_.back();
+}
+
 void DraftChooser::observe(const Iteration& iteration) {
   for (size_t i = 0; i < reached_.size(); ++i) {
     const double forgotten = reached_[i] > kFewestReached ? 1 / kRememberedIterations : 0;

@@ -52,6 +52,9 @@ class DraftChooser {
   // The k' of the next iteration, in which this many sequences decode. An exploration can draft for
   // `num_ready` of them, since the drafter has missed too many tokens of the others.
   [[nodiscard]] Choice choose(int32_t num_seqs, int32_t num_ready);
+  // The k' that measurements have shown to be the best for a number of sequences; the largest one
+  // if there are too few of them.
+  [[nodiscard]] int32_t settled(int32_t num_seqs) const;
   void observe(const Iteration& iteration);
 
   // The k' that was chosen last, without explorations, and the sequences for which.

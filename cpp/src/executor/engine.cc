@@ -235,7 +235,8 @@ void Engine::choose_drafts(IterationPlan& plan) {
     const std::scoped_lock lock(mutex_);
     const DraftChooser::Choice choice = chooser_->choose(
         scheduler_.num_decoding(), scheduler_.num_ready_to_draft(kMostExploredCatchUp));
-    plan.num_drafts = choice.num_drafts;
+    // Not more drafts than will soon pay: others would be dropped once all prompts are computed.
+    plan.num_drafts = std::min(choice.num_drafts, most_drafts());
     // Sequences whose drafter is far behind would make an exploration dear.
     if (choice.explores) plan.max_catch_up = kMostExploredCatchUp;
   }

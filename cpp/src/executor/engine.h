@@ -9,6 +9,7 @@
 // If the host runs out of memory, the requests that have begun end with an error, those that only
 // wait stay queued, and the engine continues.
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -148,6 +149,17 @@ class Engine {
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void choose_drafts(IterationPlan& plan);
   void choose_prompt_rows(IterationPlan& plan);
+  // While prompts are computed, the most drafts that will pay for the sequences that decode then.
+  // The requests that wait will probably be among them.
+  [[nodiscard]] int32_t most_drafts() const {
+    const auto newest = static_cast<size_t>(std::max<int64_t>(newest_launched_, 0)) % ring_.size();
+    const int32_t num_decoding = scheduler_.num_decoding();
+    const bool has_prompts = ring_[newest].plan.has_prefill || num_decoding == 0;
+    const int32_t num_coming = has_prompts ? scheduler_.num_waiting() : 0;
+    const int32_t num_expected =
+        std::min(scheduler_.num_running() + num_coming, options_.scheduler.max_num_seqs);
+    return num_expected > num_decoding ? chooser_->settled(num_expected) : INT32_MAX;
+  }
   // What the chooser learns of a launch whose results are read.
   void observe(const InFlight& launched, DraftChooser::Iteration& observed,
                const Runner::Timing& timing);
