@@ -221,7 +221,11 @@ def test_a_request_with_one_token_has_no_rates(llm: LLM) -> None:
 def test_a_target_that_is_its_own_drafter_accepts_every_draft(
     target_dir: Path, temperature: float
 ) -> None:
-    config = {"model": str(target_dir), "num_speculative_tokens": 5}
+    config = {
+        "model": str(target_dir),
+        "num_speculative_tokens": 5,
+        "x": {"adaptive": False},
+    }
     params = SamplingParams(temperature=temperature, max_tokens=60, seed=1)
     with LLM(target_dir, speculative_config=config) as llm:
         speculative = llm.generate("a", params)[0].metrics.speculative_decoding
@@ -385,7 +389,11 @@ def test_stopping_early_changes_no_token(
     expected = tokens_of(plain_llm.generate(PROMPTS, params))
     drafted = {}
     for threshold in (0.0, 0.5, 0.99):
-        nested = {"draft_driver": "while", "draft_stop_threshold": threshold}
+        nested = {
+            "draft_driver": "while",
+            "draft_stop_threshold": threshold,
+            "adaptive": False,
+        }
         config = speculative_config | {"x": nested}
         with LLM(target_dir, speculative_config=config, max_num_seqs=8) as llm:
             outputs = llm.generate(PROMPTS, params)
