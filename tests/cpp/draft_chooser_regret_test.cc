@@ -11,6 +11,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -119,22 +120,26 @@ class Table {
 // Shares of the best fixed k', one for each table.
 class Shares {
  public:
-  // Checks the lowest one now, since it has a seed.
-  void add(double share, double least, uint64_t seed, const char* of) {
-    all_.push_back(share);
-    EXPECT_GE(share, least) << of << ", PACELINE_SEED=" << seed;
-  }
-  [[nodiscard]] double mean() const {
-    return std::accumulate(all_.begin(), all_.end(), 0.0) / static_cast<double>(all_.size());
-  }
-  // A twentieth of all are at most this.
-  [[nodiscard]] double low() {
+  void add(double share, uint64_t seed) { all_.emplace_back(share, seed); }
+  // Random tables have no worst case: of 500 tables one may be below `least`, so of 100 none.
+  void check(double least, double mean, const std::string& of) {
     std::sort(all_.begin(), all_.end());
-    return all_[all_.size() / 20];
+    const auto below = std::count_if(all_.begin(), all_.end(),
+                                     [&](const auto& table) { return table.first < least; });
+    const auto [share, seed] = all_.front();
+    EXPECT_LE(below, static_cast<int64_t>(all_.size() / 500))
+        << of << ": below " << least << "; the lowest is " << share << ", PACELINE_SEED=" << seed;
+    EXPECT_GE(share, 0.7) << of << ", PACELINE_SEED=" << seed;
+    const double sum =
+        std::accumulate(all_.begin(), all_.end(), 0.0,
+                        [](double total, const auto& table) { return total + table.first; });
+    EXPECT_GE(sum / static_cast<double>(all_.size()), mean) << of;
   }
+  // After `check`: a twentieth of all are at most this.
+  [[nodiscard]] double low() const { return all_[all_.size() / 20].first; }
 
  private:
-  std::vector<double> all_;
+  std::vector<std::pair<double, uint64_t>> all_;
 };
 
 // A new engine, the same number of sequences all the time.
@@ -145,12 +150,13 @@ TEST(DraftChooserRegret, LosesTwoPercentAtMostOnceItHasLearnt) {
     for (int i = 0; i < num_tables(); ++i) {
       const uint64_t seed = base_seed() + static_cast<uint64_t>(i);
       Table table(seed);
-      first.add(table.run(4000, num_seqs), 0.9, seed, "the first 4,000 iterations");
-      later.add(table.run(8000, num_seqs), 0.98, seed, "after 4,000 iterations");
+      first.add(table.run(4000, num_seqs), seed);
+      later.add(table.run(8000, num_seqs), seed);
     }
-    EXPECT_GE(first.mean(), 0.99) << num_seqs << " sequences";
+    const std::string of = std::to_string(num_seqs) + " sequences, ";
+    first.check(0.9, 0.99, of + "the first 4,000 iterations");
     EXPECT_GE(first.low(), 0.98) << num_seqs << " sequences";
-    EXPECT_GE(later.mean(), 0.995) << num_seqs << " sequences";
+    later.check(0.98, 0.995, of + "after 4,000 iterations");
   }
 }
 
@@ -160,7 +166,7 @@ TEST(DraftChooserRegret, LosesLittleInBatchesOfDifferentSizes) {
   struct Size {
     int32_t num_seqs;
     int32_t iterations;
-    double first;  // the least share in the first round, of any table and on average
+    double first;  // the least share in the first round, of a table and on average
     double first_mean;
   };
   std::map<int32_t, Shares> first;
@@ -174,16 +180,16 @@ TEST(DraftChooserRegret, LosesLittleInBatchesOfDifferentSizes) {
     for (int round = 0; round < 9; ++round) {
       for (const Size& size : sizes) {
         const double share = table.run_batch(size.iterations, size.num_seqs);
-        if (round == 0) first[size.num_seqs].add(share, size.first, seed, "the first batch");
+        if (round == 0) first[size.num_seqs].add(share, seed);
         if (round > 0) sum[size.num_seqs] += share / 8;
       }
     }
-    for (const Size& size : sizes)
-      later[size.num_seqs].add(sum[size.num_seqs], 0.93, seed, "later batches");
+    for (const Size& size : sizes) later[size.num_seqs].add(sum[size.num_seqs], seed);
   }
   for (const Size& size : sizes) {
-    EXPECT_GE(first[size.num_seqs].mean(), size.first_mean) << size.num_seqs << " sequences";
-    EXPECT_GE(later[size.num_seqs].mean(), 0.995) << size.num_seqs << " sequences";
+    const std::string of = std::to_string(size.num_seqs) + " sequences, ";
+    first[size.num_seqs].check(size.first, size.first_mean, of + "the first batch");
+    later[size.num_seqs].check(0.93, 0.995, of + "later batches");
     EXPECT_GE(later[size.num_seqs].low(), 0.98) << size.num_seqs << " sequences";
   }
 }
@@ -196,9 +202,9 @@ TEST(DraftChooserRegret, FollowsWhatDrifts) {
       const uint64_t seed = base_seed() + static_cast<uint64_t>(i);
       Table table(seed);
       table.run(2000, num_seqs);
-      shares.add(table.run_drifting(60, 200, num_seqs), 0.94, seed, "with drift");
+      shares.add(table.run_drifting(60, 200, num_seqs), seed);
     }
-    EXPECT_GE(shares.mean(), 0.995) << num_seqs << " sequences";
+    shares.check(0.94, 0.995, std::to_string(num_seqs) + " sequences, with drift");
     EXPECT_GE(shares.low(), 0.98) << num_seqs << " sequences";
   }
 }
