@@ -123,7 +123,8 @@ def test_mixed_requests_beside_aborted_ones(
         k = K if one.num_speculative_tokens is None else one.num_speculative_tokens
         assert counters["num_spec_tokens"] == k
         assert 0 < counters["num_accepted_draft_tokens"] <= counters["num_draft_tokens"]
-    for name in ("num_preemptions", "num_shared_tokens", "num_prefix_hit_tokens"):
+    # Preemption depends on how many sequences run at once; test_identifiers.py forces it.
+    for name in ("num_shared_tokens", "num_prefix_hit_tokens"):
         assert stats[name] > before[name], name
 
 
