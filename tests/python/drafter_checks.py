@@ -54,7 +54,7 @@ def check_both_ways(target: Path, drafter: Path, out: Path) -> None:
     assert bytes(folder.draft.arena()) == bytes(loaded.model.arena())
 
 
-# ---- a target and a block drafter with one law -------------------------------------------------
+# ---- a target and a block drafter with one distribution ----------------------------------------
 
 
 def context_free_pair(target: Path, spec: BlockSpec, out: Path) -> tuple[Path, Path]:
@@ -76,7 +76,7 @@ def context_free_pair(target: Path, spec: BlockSpec, out: Path) -> tuple[Path, P
             if name.endswith("embed_tokens.weight"):
                 tensor.copy_(tensor[:1].expand_as(tensor))
             elif name == "lm_head.weight":
-                tensor.mul_(0.3)  # flat laws, so that many tokens occur and laws overlap
+                tensor.mul_(0.3)  # flat, so that many tokens occur and distributions overlap
         for name in ("norm.weight", "model.norm.weight"):
             if name in tensors:
                 tensors[name].fill_(1.0)
@@ -87,7 +87,7 @@ def context_free_pair(target: Path, spec: BlockSpec, out: Path) -> tuple[Path, P
 
 
 def check_always_right(target: Path, drafter: Path, spec: BlockSpec) -> None:
-    """Checks that every draft of a drafter with the law of its target is accepted.
+    """Checks that a drafter with the target's own distribution has every draft accepted.
 
     A draft is right if, and only if, it was drawn with the noise of its own position.
     """
@@ -99,6 +99,6 @@ def check_always_right(target: Path, drafter: Path, spec: BlockSpec) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
     with LLM(target, speculative_config=config, **ENGINE) as llm:
         for output in llm.generate(PROMPTS, params):
-            assert len(set(output.outputs[0].token_ids)) > 5  # the law is not a single token
+            assert len(set(output.outputs[0].token_ids)) > 5  # not always the same token
             counters = output.metrics.speculative_decoding
             assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0

@@ -84,13 +84,13 @@ def test_a_drafter_of_the_same_law_is_always_right(layout: str, tmp_path: Path) 
         ("rnn", 0.5),
     ],
 )
-def test_rejection_gives_the_law_of_the_target(
+def test_rejection_gives_the_distribution_of_the_target(
     layout: str, threshold: float, method: str, tmp_path: Path
 ) -> None:
-    """Each token of the output has the target's one law, by a test of chi squared.
+    """Each token of the output has the target's one distribution, by a chi-squared test.
 
-    The drafter's law is another one, and with the Markov head it depends on the token before. With
-    a threshold so does the number of drafts: after half of the tokens no draft follows.
+    The drafter's distribution differs, and with the Markov head it depends on the token before.
+    With a threshold so does the number of drafts: after half of the tokens no draft follows.
     """
     spec = replace(SPECS[layout], confidence="token" if threshold else "")
     target, path = context_free_pair(make(TARGET), spec, tmp_path)
@@ -105,11 +105,11 @@ def test_rejection_gives_the_law_of_the_target(
     params = [SamplingParams(temperature=1.0, max_tokens=250, seed=seed) for seed in range(24)]
     with LLM(target, speculative_config=config, **(ENGINE | {"max_num_seqs": 8})) as llm:
         outputs = llm.generate([[5, 17]] * len(params), params)
-        law = torch.tensor(llm.logits([5, 17])[-1]).double().softmax(0)
+        distribution = torch.tensor(llm.logits([5, 17])[-1]).double().softmax(0)
         acceptance = llm.stats()["speculative_decoding"]["draft_acceptance_rate"]
     tokens = torch.tensor([token for output in outputs for token in output.outputs[0].token_ids])
-    expected = law * len(tokens)
-    seen = torch.bincount(tokens, minlength=len(law)).double()
+    expected = distribution * len(tokens)
+    seen = torch.bincount(tokens, minlength=len(distribution)).double()
     assert expected.min() > 5  # as the test of chi squared needs
     excess = float((((seen - expected) ** 2) / expected).sum()) - (len(expected) - 1)
     # The standard deviation of chi squared is the root of twice its degrees of freedom.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block drafters of Gemma targets, and z-lab's own keys: output, laws, reading and refusals."""
+"""Block drafters of Gemma targets and z-lab's own keys: output, acceptance, reading, refusals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_output_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize("layout", ["gemma4", "z-lab"])
 def test_a_drafter_of_the_same_law_is_always_right(layout: str, tmp_path: Path) -> None:
-    # With a cap this low, one that applied twice would be another law.
+    # With a cap this low, a second cap would give another distribution.
     spec = replace(SPECS[layout], soft_cap=1.0)
     plain = make(replace(LARGE, tied=False, logit_soft_cap=1.0))
     target, path = context_free_pair(plain, spec, tmp_path)

@@ -123,9 +123,20 @@ def test_mixed_requests_beside_aborted_ones(
         k = K if one.num_speculative_tokens is None else one.num_speculative_tokens
         assert counters["num_spec_tokens"] == k
         assert 0 < counters["num_accepted_draft_tokens"] <= counters["num_draft_tokens"]
-    # Preemption depends on how many sequences run at once; test_identifiers.py forces it.
+    # How many sequences run at once, and so whether some are preempted, depends on the event loop.
     for name in ("num_shared_tokens", "num_prefix_hit_tokens"):
         assert stats[name] > before[name], name
+
+
+def test_mixed_requests_that_are_preempted(
+    llm: LLM, mixed: tuple[list[list[int]], list[SamplingParams], list[RequestOutput]]
+) -> None:
+    """All requests are given at once, more than the pool has room for."""
+    prompts, params, expected = mixed
+    before = llm._executor.stats()["num_preemptions"]
+    outputs = llm.generate(prompts, params)
+    assert [tokens_of(output) for output in outputs] == [tokens_of(one) for one in expected]
+    assert llm._executor.stats()["num_preemptions"] > before
 
 
 def test_a_prompt_from_the_cache_has_the_bits_of_the_first_time(llm: LLM) -> None:

@@ -38,7 +38,7 @@ class KvLedger {
         num_held_(layout.groups.size()),
         num_quarantined_(layout.groups.size()) {}
 
-  // Whether so many blocks of each group are free.
+  // Whether each group has at least the given number of free blocks.
   [[nodiscard]] bool can_allocate(const std::vector<int64_t>& counts) const {
     std::vector<int64_t> room(counts.size(), 0);
     int64_t num_free = -1;  // slab 0 is never used and never free

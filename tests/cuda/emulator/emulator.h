@@ -109,7 +109,7 @@ void let_others_run(const Place& place);
 // What is done once the thread waits for the group of copies that it belongs to.
 void copy_later(void* to, const void* from, size_t num_bytes);  // no `from`: zeros
 void end_copy_group();
-void wait_for_copies(uint32_t num_pending);  // until at most so many groups are left
+void wait_for_copies(uint32_t num_pending);  // waits until at most num_pending groups are left
 
 void arrive_in_cluster();
 void wait_for_cluster(const Place& place);

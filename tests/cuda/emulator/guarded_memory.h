@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Memory whose end is followed by a page that nobody may touch, at most 15 bytes behind, and whose
+// Memory that a page without access rights follows, at most 15 bytes behind its end, and whose
 // beginning has a guard before it that is compared.
 
 #include <cstddef>
