@@ -47,7 +47,7 @@ constexpr int64_t kSettled = 5;
 // time, since some sequence always has prompt rows, estimates decide.
 constexpr int64_t kPlainFirst = 16;
 // A k' without a time is measured soon only if it may give this share of the best throughput.
-constexpr double kHopeful = 0.8;
+constexpr double kHopeful = 0.85;
 // Numbers of sequences whose costs are alike: their quotient is at most this.
 constexpr double kNearby = 2;
 // What a draft adds to the time of a plain iteration, if none is known: before any time is, and to
