@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,49 +12,40 @@ import pytest
 import torch
 
 from deepseek_v4_dspark import StagesSpec, make_with_stages
+from deepseek_v4_engines import (
+    ENGINE,
+    OTHER,
+    PROMPTS,
+    SCALED,
+    SETTINGS,
+    SPEC,
+    check_bench,
+    check_cached_prefixes_change_no_token,
+    check_preempted_sequences_keep_their_tokens,
+    check_tensors_in_memory,
+    drafting,
+    generate,
+    outputs,
+    plain,
+    sampling,
+)
 from deepseek_v4_models import V4Spec, make
 from errors import raises
-from paceline import LLM, SamplingParams
+from paceline import LLM
 from paceline._core import ModelFileError
 from paceline.bench.models import _named_config, first_layers
-from paceline.cli import main
 from paceline.loader import decoder_config, drafter_config, open_checkpoint, open_drafter
 from paceline.loader.convert import convert
 from paceline.loader.deepseek_v4_dspark import translate_stages
 from paceline.loader.drafters import Target
 from paceline.loader.section import Section
-from tiny_models import copy_checkpoint, edit_config, edit_tensors, load_tensors, read_json
+from tiny_models import copy_checkpoint, edit_config, edit_tensors
 
-SPEC = V4Spec(seed=5)
-SCALED = replace(SPEC, has_scales=True, dtype="bfloat16")
 STAGES = StagesSpec(seed=5)
-ENGINE: dict[str, Any] = {
-    "device": "cpu", "max_num_seqs": 4, "max_model_len": 256, "kv_cache_bytes": 8 << 20,
-    "show_progress": False,
-}  # fmt: skip
-# Lengths on both sides of the windows (8 tokens) and of entries of 4 and 8 tokens.
-PROMPTS = [[(7 * i + j) % 128 for j in range(length)] for i, length in enumerate((1, 3, 8, 15, 40))]
-NUM_TOKENS = 40
 
 
 def dspark(k: int | None = None, **nested: Any) -> dict[str, Any]:
-    # Fixed, so that all of the drafter runs.
-    return {"method": "dspark", "num_speculative_tokens": k, "x": {"adaptive": False} | nested}
-
-
-def outputs(
-    source: Any, config: dict[str, Any] | None, temperature: float = 1.0, **engine: Any
-) -> list[list[int]]:
-    params = SamplingParams(temperature=temperature, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(source, speculative_config=config, **ENGINE | engine) as llm:
-        tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-        assert llm._executor.check_integrity() == ""
-    return tokens
-
-
-@functools.cache
-def plain(spec: V4Spec, temperature: float = 1.0) -> list[list[int]]:
-    return outputs(make(spec), None, temperature)
+    return drafting("dspark", k, nested)
 
 
 def path_of(spec: V4Spec = SPEC) -> Path:
@@ -73,16 +62,7 @@ def test_drafts_change_no_token(k: int, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("spec", [SPEC, SCALED], ids=["plain", "scales"])
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"prefill_chunk_size": 1},
-        {"prefill_chunk_size": 3, "max_num_seqs": 1},
-        {"prefill_chunk_size": 7, "block_size": 5},
-        {"block_size": 1, "num_threads": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("engine", SETTINGS, ids=str)
 def test_nothing_else_changes_a_token(engine: dict[str, Any], spec: V4Spec) -> None:
     assert outputs(path_of(spec), dspark(5), **engine) == plain(spec)
 
@@ -108,32 +88,11 @@ def test_rejection_at_temperature_0(method: str) -> None:
 
 
 def test_preempted_sequences_keep_their_tokens() -> None:
-    prompts = [[i, i + 1, i + 2] for i in range(8)]
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=60, ignore_eos=True)
-    engine = ENGINE | {"max_num_seqs": 8, "max_model_len": 96}
-    with LLM(make(SPEC), **engine) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    small = {"kv_cache_bytes": 340 << 10, "block_size": 4}
-    with LLM(path_of(), speculative_config=dspark(5), **engine | small) as llm:
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        assert found == expected
-        assert llm.stats()["num_preemptions"] > 3
-        assert llm._executor.check_integrity() == ""
+    check_preempted_sequences_keep_their_tokens(path_of(), dspark(5), 340 << 10)
 
 
 def test_cached_prefixes_and_samples_change_no_token() -> None:
-    prefix = [(7 * j) % 128 for j in range(120)]
-    prompts = [prefix + [i] * (i + 1) for i in range(6)]
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=30, n=2, ignore_eos=True)
-    found = []
-    for source, config in ((make(SPEC), None), (path_of(), dspark(5))):
-        with LLM(source, speculative_config=config, block_size=4, **ENGINE) as llm:
-            for _ in range(2):
-                found.append(
-                    [[o.token_ids for o in out.outputs] for out in llm.generate(prompts, params)]
-                )
-            assert llm.stats()["prefix_cache"]["num_hit_tokens"] > 500
-    assert found[1:] == found[:1] * 3
+    check_cached_prefixes_change_no_token(path_of(), dspark(5))
 
 
 # ---- where it is found -------------------------------------------------------------------------
@@ -155,9 +114,7 @@ def test_a_target_with_stages_drafts_with_them(
     with LLM(path_of(), speculative_config=config, **ENGINE) as llm:
         chosen = llm.speculative_config
         assert (chosen and chosen.method, chosen and chosen.num_speculative_tokens) == (method, k)
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        [output] = llm.generate([PROMPTS[0]], params)
-    assert output.outputs[0].token_ids == plain(SPEC, 0.0)[0]
+        assert generate(llm, sampling(0.0), PROMPTS[:1]) == plain(SPEC, 0.0)[:1]
 
 
 def without_stages(tmp_path: Path) -> Path:
@@ -201,17 +158,7 @@ def test_a_converted_folder_has_the_stages_as_its_drafter(tmp_path: Path) -> Non
 
 
 def test_tensors_in_memory() -> None:
-    tensors, config = load_tensors(path_of()), read_json(path_of() / "config.json")
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM.from_state_dict(config, tensors, speculative_config=dspark(3), **ENGINE) as llm:
-
-        def generate() -> list[list[int]]:
-            return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-
-        assert generate() == plain(SPEC)
-        other = load_tensors(make_with_stages(replace(SPEC, seed=6), STAGES))
-        llm.update_weights(other, draft_state_dict=other)
-        assert generate() == plain(replace(SPEC, seed=6))
+    check_tensors_in_memory(path_of(), path_of(OTHER), dspark(3))
 
 
 # ---- dummy weights and the bench ---------------------------------------------------------------
@@ -223,12 +170,7 @@ def test_dummy_weights_and_the_bench(tmp_path: Path) -> None:
     with LLM(without_stages(tmp_path), **ENGINE | dummy) as llm:
         assert llm.speculative_config is not None
         assert llm.speculative_config.method == "dspark"
-    argv = ["bench", "latency", "--config", str(path_of()), "--device", "cpu", "--quiet"]
-    argv += ["--concurrency", "2", "--input-len", "20", "--output-len", "8", "--rounds", "1"]
-    argv += ["--json", str(tmp_path / "rows.json"), "--num-layers", "3"]
-    assert main([*argv, "--speculative-config", json.dumps(dspark(3))]) == 0
-    rows = read_json(tmp_path / "rows.json")["rows"]
-    assert [row["configuration"] for row in rows] == ["plain", "k=3"]
+    check_bench(path_of(), dspark(3), 3, tmp_path)
 
 
 def flash_target(config: dict[str, Any]) -> Target:
