@@ -15,17 +15,11 @@ import torch
 
 import drafter_golden
 from block_reference import overfit
-from deepseek_v4_dspark import (
-    StagesReference,
-    StagesSpec,
-    stage_values,
-    write_stages,
-)
+from deepseek_v4_dspark import StagesReference, StagesSpec, stage_values, write_stages
 from deepseek_v4_models import V4Spec, stored_tensors
 from deepseek_v4_reference import V4TargetReference
-from drafter_golden import NUM_TOKENS, Sequences, check_run
+from drafter_golden import NUM_TOKENS, Sequences, check_preempted_run, check_run, room_in
 from eagle_reference import TargetStates, simulate
-from paceline import LLM, SamplingParams
 
 pytestmark = pytest.mark.golden
 
@@ -65,26 +59,20 @@ def trained(case: str) -> tuple[Path, StagesReference]:
     path.mkdir()
     write_stages(path, spec, STAGES, stored)
     reference = StagesReference(spec, STAGES, target_reference(case), stored)
-    ends = {prompt: len(prompt) + NUM_TOKENS for prompt, _ in sequences(case)}
-
-    def room(tokens: Any) -> int:
-        end = next(end for prompt, end in ends.items() if tuple(tokens[: len(prompt)]) == prompt)
-        return end - len(tokens)
-
-    reference.room = room
+    reference.room = room_in(sequences(case))
     return path, reference
 
 
-def config_of(k: int, driver: str = "unrolled") -> dict[str, Any]:
-    nested = {"draft_driver": driver, "adaptive": False}
-    return {"method": "dspark", "num_speculative_tokens": k, "x": nested}
+def run(case: str, k: int, **engine: Any) -> tuple[list[list[int]], list[list[int]]]:
+    nested = {"draft_driver": engine.pop("draft_driver", "unrolled")}
+    config = {"method": "dspark", "num_speculative_tokens": k, "x": nested}
+    path, _ = trained(case)
+    return drafter_golden.run(path, sequences(case), config, ("method", "dspark"), **engine)
 
 
 def check(case: str, k: int, **engine: Any) -> None:
-    path, reference = trained(case)
-    config = config_of(k, engine.pop("draft_driver", "unrolled"))
-    found = drafter_golden.run(path, sequences(case), config, ("method", "dspark"), **engine)
-    check_run(reference, sequences(case), *found, k, LEAST_MARGIN, LEAST_COMPARED)
+    found = run(case, k, **engine)
+    check_run(trained(case)[1], sequences(case), *found, k, LEAST_MARGIN, LEAST_COMPARED)
 
 
 @pytest.mark.parametrize("case", SPECS)
@@ -109,40 +97,13 @@ def test_drafts_do_not_depend_on_the_engine(k: int, engine: dict[str, Any]) -> N
 
 
 def test_drafts_after_a_preemption() -> None:
-    """A preempted sequence is computed again, with one token and no drafts in that iteration."""
-    path, reference = trained("plain")
-    k, compared, resumed = STAGES.block_size, 0, 0
-    tokens: list[list[int]] = [[] for _ in sequences("plain")]
-    emitted: list[list[int]] = [[] for _ in tokens]
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    engine: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 80}
-    with LLM(path, speculative_config=config_of(k), kv_cache_bytes=230 << 10, show_progress=False,
-             **engine) as llm:  # fmt: skip
-        for chunk in llm.stream([list(prompt) for prompt, _ in sequences("plain")], params):
-            if tokens[chunk.index] and chunk.token_ids:
-                emitted[chunk.index].append(len(chunk.token_ids))
-            tokens[chunk.index] += chunk.token_ids
-        num_preemptions = llm.stats()["num_preemptions"]
-        assert llm._executor.check_integrity() == ""
-    for (prompt, continuation), counts in zip(sequences("plain"), emitted, strict=True):
-        states = reference.target.states([*prompt, *continuation])
-        position = 1
-        for count in counts:
-            known = [*prompt, *continuation[:position]]
-            drafts = reference.draft(known, k, states.first(len(known) - 1))
-            rest = continuation[position:]
-            agreed = [d.token == t for d, t in zip(drafts, rest, strict=False)]
-            expected = min([*agreed, False].index(False) + 1, len(rest))
-            is_clear = all(draft.margin >= LEAST_MARGIN for draft in drafts[:expected])
-            if is_clear and count != expected:
-                assert count == 1
-                resumed += 1
-            position += count
-            compared += is_clear
-    assert tokens == [list(continuation) for _, continuation in sequences("plain")]
-    assert resumed <= num_preemptions
-    assert num_preemptions > 0
-    assert compared >= LEAST_COMPARED
+    k = STAGES.block_size
+    stats: dict[str, Any] = {}
+    found = run("plain", k, stats=stats, kv_cache_bytes=230 << 10, block_size=4, max_model_len=80)
+    check_preempted_run(
+        trained("plain")[1], sequences("plain"), *found, stats["num_preemptions"], k, LEAST_MARGIN,
+        LEAST_COMPARED,
+    )  # fmt: skip
 
 
 def test_a_wrong_reference_is_noticed() -> None:

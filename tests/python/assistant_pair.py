@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the tests of Gemma 4's assistants: their target, opening and editing an assistant."""
+"""Shared by the tests of Gemma 4's assistants: their target and opening an assistant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from assistant_models import AssistantSpec
 from paceline.loader import DrafterCheckpoint, Target, open_checkpoint, open_drafter
-from tiny_models import TinySpec, make, read_json, write_json
+from tiny_models import TinySpec, make
 
 TARGET = TinySpec("gemma4", seed=70, kv_heads=1, logit_soft_cap=30.0)
 DENSE = TinySpec("gemma4", seed=71, k_eq_v=True, shared_layers=0, per_layer_size=0)
@@ -24,11 +24,3 @@ def target_of(spec: TinySpec) -> Target:
 
 def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:
     return open_drafter(path, target_of(target), **arguments)
-
-
-def edit_text(path: Path, **changes: Any) -> None:
-    """Changes keys of `text_config`; `...` removes one."""
-    config = read_json(path / "config.json")
-    text = config["text_config"] | changes
-    config["text_config"] = {key: value for key, value in text.items() if value is not ...}
-    write_json(path / "config.json", config)

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 3, "kv_cache_bytes": 16 << 20, "show_progress": False}
 PROMPTS = [[5, 17, 90, 3], [44] * 7, list(range(2, 40)), [9]]
+# What a speculative_config chooses for a target whose folder has a DSpark drafter with blocks of 5.
+DSPARK_CHOICES: tuple[tuple[dict[str, Any] | None, str | None, int | None], ...] = (
+    (None, "dspark", 5),
+    ({"num_speculative_tokens": 2}, "dspark", 2),
+    ({"method": "dspark"}, "dspark", 5),
+    ({"method": None}, None, None),
+    ({"method": "ngram", "num_speculative_tokens": 2}, "ngram", 2),
+)
 
 
 def outputs(llm: LLM) -> list[list[int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the tests of EAGLE draft heads: their target, opening and editing a draft head."""
+"""Shared by the tests of EAGLE draft heads: their target and opening a draft head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_models import EagleSpec
 from paceline.loader import DrafterCheckpoint, Target, open_checkpoint, open_drafter
-from tiny_models import TinySpec, make, read_json, write_json
+from tiny_models import TinySpec, make
 
 # From eight layers on the default (2, L // 2, L - 3) is in ascending order.
 TARGET = TinySpec("llama", seed=40, num_layers=8)
@@ -27,11 +27,3 @@ def target_of(path: Path, dtype: str = "auto") -> Target:
 
 def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:
     return open_drafter(path, target_of(make(target)), **arguments)
-
-
-def edit_layer(path: Path, **changes: Any) -> None:
-    """Changes keys of `transformer_layer_config`; `...` removes one."""
-    config = read_json(path / "config.json")
-    layer = config["transformer_layer_config"] | changes
-    config["transformer_layer_config"] = {k: v for k, v in layer.items() if v is not ...}
-    write_json(path / "config.json", config)

@@ -12,11 +12,20 @@ import pytest
 import torch
 
 from assistant_models import AssistantSpec
-from assistant_pair import CENTROIDS, DENSE, ORDERING, TARGET, edit_text, opened, target_of
+from assistant_pair import CENTROIDS, DENSE, ORDERING, TARGET, opened, target_of
 from errors import raises
 from paceline._core import ModelFileError
 from paceline.loader import drafter_config
-from tiny_models import FULL, SLIDING, TinySpec, edit_config, edit_tensors, make, read_json
+from tiny_models import (
+    FULL,
+    SLIDING,
+    TinySpec,
+    edit_config,
+    edit_section,
+    edit_tensors,
+    make,
+    read_json,
+)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
@@ -236,7 +245,7 @@ TEXT_KEYS: dict[str, tuple[type[Exception], dict[str, Any], tuple[str, ...]]] = 
 def test_text_keys(case: str, assistant: Callable[..., Path]) -> None:
     kind, changes, parts = TEXT_KEYS[case]
     path = assistant()
-    edit_text(path, **changes)
+    edit_section(path, "text_config", **changes)
     with raises(kind, "config.json", *parts):
         opened(path)
 

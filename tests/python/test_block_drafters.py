@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block drafters, DFlash and DSpark: the output is that of plain decoding; bad folders."""
+"""Block drafters, DFlash and DSpark: the output is that of plain decoding."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import block_models
 from block_checks import SPECS, TARGET, drafter, greedy, opened
 from drafter_checks import (
+    DSPARK_CHOICES,
     ENGINE,
     PROMPTS,
     check_always_right,
@@ -24,16 +25,7 @@ from drafter_checks import (
 from errors import raises
 from paceline import LLM, SamplingParams
 from paceline._core import ModelFileError
-from paceline.loader.convert import convert
-from tiny_models import (
-    copy_checkpoint,
-    edit_config,
-    edit_tensors,
-    load_tensors,
-    make,
-    read_json,
-    write_json,
-)
+from tiny_models import copy_checkpoint, edit_tensors, load_tensors, make
 
 
 @pytest.mark.parametrize(
@@ -170,117 +162,6 @@ def test_converted_pair(layout: str, heads: dict[str, str], tmp_path: Path) -> N
     check_both_ways(make(TARGET), drafter(layout, tmp_path, **heads), tmp_path / "converted")
 
 
-@pytest.mark.parametrize("layout", SPECS)
-def test_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
-    most = SPECS[layout].max_drafts
-    config = {"model": str(drafter(layout, tmp_path)), "num_speculative_tokens": most + 1}
-    seen = (f"num_speculative_tokens is {most + 1}", "blocks of 5", f"allowed: 1 to {most}")
-    with raises(ValueError, *seen):
-        LLM(make(TARGET), speculative_config=config, **ENGINE)
-
-
-@pytest.mark.parametrize("layout", SPECS)
-def test_converting_with_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
-    most, path = SPECS[layout].max_drafts, drafter(layout, tmp_path)
-    seen = (f"num_speculative_tokens is {most + 1}", path, f"allowed: 1 to {most}")
-    with raises(ValueError, *seen):
-        convert(make(TARGET), tmp_path / "out", path, num_speculative_tokens=most + 1)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_draft_model_is_no_block_drafter() -> None:
-    config = {"method": "dspark", "model": str(make(TARGET))}
-    seen = ("'method'] is 'dspark'", make(TARGET), "a drafter for 'draft_model'", "fc.weight")
-    with raises(ValueError, *seen):
-        LLM(make(TARGET), speculative_config=config, **ENGINE)
-
-
-def edit_nested(path: Path, section: str, **changes: Any) -> None:
-    config = read_json(path / "config.json")
-    config[section] = config[section] | changes
-    write_json(path / "config.json", config)
-
-
-@pytest.mark.parametrize(
-    ("layout", "edit", "error", "seen"),
-    [
-        (
-            "z-lab",
-            lambda path: edit_config(path, architectures=["DFlash2DraftModel"]),
-            NotImplementedError,
-            ("architectures", "DFlash2DraftModel", "DFlash or DSpark"),
-        ),
-        (
-            "speculators",
-            lambda path: edit_config(path, speculators_model_type="peagle"),
-            NotImplementedError,
-            ("speculators_model_type", "peagle"),
-        ),
-        (
-            "z-lab",
-            lambda path: edit_nested(path, "dflash_config", attention_sink_bias=True),
-            NotImplementedError,
-            ("dflash_config.attention_sink_bias",),
-        ),
-        (
-            "deepseek",
-            lambda path: edit_config(path, markov_rank=4),
-            ModelFileError,
-            ('"markov_rank" is 4', "8 columns"),
-        ),
-        (
-            "deepseek",
-            lambda path: edit_config(path, mask_token_id=128),
-            ModelFileError,
-            ("mask_token_id", "128", "127"),
-        ),
-        (
-            "deepseek",
-            lambda path: edit_config(path, block_size=0),
-            ModelFileError,
-            ("block_size", "is 0"),
-        ),
-        (
-            "deepseek",
-            lambda path: edit_config(path, target_layer_ids=[0, 2, 7]),
-            ValueError,
-            ("target_layer_ids", "[0, 2, 7]", "8 layers", "-1 to 6"),
-        ),
-        (
-            "speculators",
-            lambda path: edit_config(path, aux_hidden_state_layer_ids=[1, 3]),
-            ValueError,
-            ("'fc.weight' has 192 columns", "expected 128"),
-        ),
-        (
-            "z-lab",
-            lambda path: edit_config(path, vocab_size=130),
-            ValueError,
-            ('"vocab_size" is 130', "128 ids"),
-        ),
-        (
-            "z-lab",
-            lambda path: edit_tensors(path, lambda t: t.pop("hidden_norm.weight")),
-            ModelFileError,
-            ("hidden_norm.weight",),
-        ),
-        (
-            "z-lab",
-            lambda path: edit_tensors(path, lambda t: t.update({"extra.weight": torch.ones(2)})),
-            ModelFileError,
-            ("extra.weight",),
-        ),
-    ],
-)
-def test_refusals(
-    layout: str, edit: Any, error: type[Exception], seen: tuple[str, ...], tmp_path: Path
-) -> None:
-    path = drafter(layout, tmp_path)
-    edit(path)
-    with raises(error, *seen):
-        opened(path)
-
-
 # ---- in the target's folder, and how many drafts -----------------------------------------------
 
 
@@ -297,16 +178,7 @@ def target_with(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize(
-    ("config", "method", "k"),
-    [
-        (None, "dspark", 5),
-        ({"num_speculative_tokens": 2}, "dspark", 2),
-        ({"method": "dspark"}, "dspark", 5),
-        ({"method": None}, None, None),
-        ({"method": "ngram", "num_speculative_tokens": 2}, "ngram", 2),
-    ],
-)
+@pytest.mark.parametrize(("config", "method", "k"), DSPARK_CHOICES)
 def test_a_subfolder_of_the_target_drafts(
     config: Any, method: str | None, k: int | None, target_with: Any
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import block_models
+from block_golden import GEMMA3, GEMMA4, GEMMA4_SMALL
 from block_models import BlockSpec
 from drafter_checks import (
     ENGINE,
@@ -25,21 +26,8 @@ from paceline._core import ModelFileError
 from paceline.bench.costs import matrix_costs
 from paceline.loader import drafter_config, open_checkpoint, open_drafter
 from paceline.loader.drafters import Target
-from tiny_models import TinySpec, edit_config, edit_tensors, make, read_json, write_json
+from tiny_models import TinySpec, edit_config, edit_section, edit_tensors, make
 
-# As the 12B and 31B sizes, and as the smallest ones.
-LARGE = TinySpec(
-    "gemma4",
-    seed=40,
-    num_layers=8,
-    k_eq_v=True,
-    shared_layers=0,
-    per_layer_size=0,
-    logit_soft_cap=30.0,
-    unified=True,
-)
-SMALL = TinySpec("gemma4", seed=41, num_layers=8, kv_heads=1)
-GEMMA3 = TinySpec("gemma3", seed=42, num_layers=6)
 SPECS = {
     "gemma4": BlockSpec("gemma4", markov_rank=8, soft_cap=3.0),
     "z-lab": BlockSpec("z-lab", window=6, num_layers=3, soft_cap=30.0),
@@ -47,19 +35,19 @@ SPECS = {
 }
 
 
-def drafter(layout: str, out: Path, target: TinySpec = LARGE, **changes: Any) -> Path:
+def drafter(layout: str, out: Path, target: TinySpec = GEMMA4, **changes: Any) -> Path:
     return block_models.write(replace(SPECS[layout], **changes), make(target), out / "drafter")
 
 
-def opened(path: Path, target: TinySpec = LARGE, dtype: str = "auto") -> Any:
+def opened(path: Path, target: TinySpec = GEMMA4, dtype: str = "auto") -> Any:
     return open_drafter(path, open_checkpoint(make(target), dtype).as_target())
 
 
 @pytest.mark.parametrize(
     ("target", "x"),
     [
-        (LARGE, {}),
-        (SMALL, {"draft_driver": "replay", "adaptive": True}),
+        (GEMMA4, {}),
+        (GEMMA4_SMALL, {"draft_driver": "replay", "adaptive": True}),
         (GEMMA3, {"draft_driver": "while", "draft_stop_threshold": 0.02}),
     ],
     ids=["large", "small", "gemma3"],
@@ -85,7 +73,7 @@ def test_output_is_that_of_plain_decoding(
 def test_a_drafter_of_the_same_law_is_always_right(layout: str, tmp_path: Path) -> None:
     # With a cap this low, a second cap would give another distribution.
     spec = replace(SPECS[layout], soft_cap=1.0)
-    plain = make(replace(LARGE, tied=False, logit_soft_cap=1.0))
+    plain = make(replace(GEMMA4, tied=False, logit_soft_cap=1.0))
     target, path = context_free_pair(plain, spec, tmp_path)
     if spec.markov_rank:
         edit_tensors(path, lambda tensors: tensors["markov_head.markov_w2.weight"].zero_())
@@ -98,7 +86,7 @@ def test_converted_pair(layout: str, tmp_path: Path) -> None:
     if layout == "gemma4":  # whose tables are then no copies of the target's
         for name in ("embed_tokens.weight", "lm_head.weight"):
             edit_tensors(path, lambda tensors, name=name: tensors[name].add_(1.0))
-    check_both_ways(make(LARGE), path, tmp_path / "converted")
+    check_both_ways(make(GEMMA4), path, tmp_path / "converted")
 
 
 def test_copies_of_a_tied_table_are_shared(tmp_path: Path) -> None:
@@ -113,7 +101,7 @@ def test_copies_of_a_tied_table_are_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("layout", "k"), [("gemma4", 5), ("z-lab", 4), ("speculators", 5)])
 def test_dummy_weights(layout: str, k: int, tmp_path: Path) -> None:
     config = {"method": SPECS[layout].method, "model": str(drafter(layout, tmp_path))}
-    with LLM(make(LARGE), speculative_config=config, load_format="dummy", **ENGINE) as llm:
+    with LLM(make(GEMMA4), speculative_config=config, load_format="dummy", **ENGINE) as llm:
         assert llm.speculative_config is not None
         assert llm.speculative_config.num_speculative_tokens == k
         assert all(len(tokens) == 24 for tokens in outputs(llm))
@@ -125,11 +113,11 @@ def test_dummy_weights(layout: str, k: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "target", "stated", "expected", "is_noted"),
     [
-        ("gemma4", LARGE, None, 8.0, False),
-        ("z-lab", LARGE, None, 8.0, True),
+        ("gemma4", GEMMA4, None, 8.0, False),
+        ("z-lab", GEMMA4, None, 8.0, True),
         ("z-lab", GEMMA3, None, 8.0, True),
-        ("z-lab", LARGE, 2.5, 2.5, False),
-        ("speculators", LARGE, None, 1.0, False),
+        ("z-lab", GEMMA4, 2.5, 2.5, False),
+        ("speculators", GEMMA4, None, 1.0, False),
         ("speculators", GEMMA3, None, 1.0, False),
         ("z-lab", TinySpec("qwen3", seed=40, num_layers=8), None, 1.0, False),
         ("z-lab", TinySpec("qwen3", seed=40, num_layers=8), 2.5, 2.5, False),
@@ -214,17 +202,11 @@ def test_keys_of_windows(
     keys: dict[str, Any], kinds: list[str], window: int, tmp_path: Path
 ) -> None:
     path = drafter("z-lab", tmp_path, window=0)
-    edit_nested(path, **keys)
+    edit_section(path, "dflash_config", **keys)
     found = opened(path).config
     assert [layer["attention"]["kind"] for layer in found["layers"]] == kinds
     assert {layer["attention"]["window"] for layer in found["layers"]} == {window}
     assert found["drafter"]["block"]["sliding"]["is_causal"] == keys.get("causal", True)
-
-
-def edit_nested(path: Path, **changes: Any) -> None:
-    config = read_json(path / "config.json")
-    config["dflash_config"] |= changes
-    write_json(path / "config.json", config)
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -310,14 +292,14 @@ def test_refusals_of_keys_of_z_lab(
     changes: dict[str, Any], error: type[Exception], seen: tuple[str, ...], tmp_path: Path
 ) -> None:
     path = drafter("z-lab", tmp_path)
-    edit_nested(path, **changes)
+    edit_section(path, "dflash_config", **changes)
     with raises(error, path, "dflash_config.", *seen):
         opened(path)
 
 
 def test_windows_whose_causality_is_unknown(tmp_path: Path) -> None:
     path = drafter("z-lab", tmp_path, window=0)
-    edit_nested(path, use_swa=True, swa_window_size=7)
+    edit_section(path, "dflash_config", use_swa=True, swa_window_size=7)
     with raises(NotImplementedError, path, "dflash_config.use_swa", "true only with", "causal"):
         opened(path)
 
@@ -331,9 +313,9 @@ def test_a_factor_in_a_file_of_speculators(tmp_path: Path) -> None:
 
 def test_a_factor_that_nothing_says(tmp_path: Path) -> None:
     spec = BlockSpec("nested", markov_rank=8)
-    path = block_models.write(spec, make(LARGE), tmp_path / "drafter")
+    path = block_models.write(spec, make(GEMMA4), tmp_path / "drafter")
     key = "dflash_config.input_embedding_scale"
     with raises(ModelFileError, path, key, "is missing", "expected a number", "by 8"):
         opened(path)
-    edit_nested(path, input_embedding_scale=1.0)
+    edit_section(path, "dflash_config", input_embedding_scale=1.0)
     assert opened(path).config["embed_scale"] == 1.0

@@ -30,6 +30,7 @@ from deepseek_v4_engines import (
     sampling,
 )
 from deepseek_v4_models import V4Spec, make
+from drafter_checks import DSPARK_CHOICES
 from errors import raises
 from paceline import LLM
 from paceline._core import ModelFileError
@@ -98,16 +99,7 @@ def test_cached_prefixes_and_samples_change_no_token() -> None:
 # ---- where it is found -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "method", "k"),
-    [
-        (None, "dspark", 5),
-        ({"num_speculative_tokens": 2}, "dspark", 2),
-        ({"method": "dspark"}, "dspark", 5),
-        ({"method": None}, None, None),
-        ({"method": "ngram", "num_speculative_tokens": 2}, "ngram", 2),
-    ],
-)
+@pytest.mark.parametrize(("config", "method", "k"), DSPARK_CHOICES)
 def test_a_target_with_stages_drafts_with_them(
     config: Any, method: str | None, k: int | None
 ) -> None:

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_pair import AUX, SPECS, TARGET, edit_layer, opened, target_of
+from eagle_pair import AUX, SPECS, TARGET, opened, target_of
 from errors import raises
 from paceline import LLM
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.loader import detect_method, drafter_config, open_drafter
-from tiny_models import TinySpec, edit_config, edit_tensors, load_tensors, make, read_json
+from tiny_models import (
+    TinySpec,
+    edit_config,
+    edit_section,
+    edit_tensors,
+    load_tensors,
+    make,
+    read_json,
+)
 
 
 def test_eagle(draft_head: Callable[..., Path]) -> None:
@@ -215,7 +223,9 @@ def test_positions_are_those_of_the_target(draft_head: Callable[..., Path]) -> N
 
 def test_a_draft_head_may_have_a_sliding_window(draft_head: Callable[..., Path]) -> None:
     path = draft_head("speculators")
-    edit_layer(path, layer_types=["sliding_attention"], sliding_window=7)
+    edit_section(
+        path, "transformer_layer_config", layer_types=["sliding_attention"], sliding_window=7
+    )
     attention = opened(path).config["layers"][0]["attention"]
     assert (attention["kind"], attention["window"]) == ("sliding", 7)
 

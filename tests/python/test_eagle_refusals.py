@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_pair import AUX, SPECS, TARGET, edit_layer, opened
+from eagle_pair import AUX, SPECS, TARGET, opened
 from errors import raises
 from paceline._core import ModelFileError
-from tiny_models import TinySpec, edit_config, edit_tensors, read_json, write_json
+from tiny_models import TinySpec, edit_config, edit_section, edit_tensors, read_json, write_json
 
 
 @pytest.mark.parametrize("layout", SPECS)
@@ -194,10 +194,11 @@ def test_contradictions(case: str, draft_head: Callable[..., Path]) -> None:
 
 def test_refusals_list_what_is_supported(draft_head: Callable[..., Path]) -> None:
     path = draft_head("speculators")
-    edit_layer(path, model_type="qwen2")
+    layer = "transformer_layer_config"
+    edit_section(path, layer, model_type="qwen2")
     with raises(NotImplementedError, "transformer_layer_config.model_type", '"qwen2"', "qwen3"):
         opened(path)
-    edit_layer(path, model_type="llama", quantization_config={"bits": 4})
+    edit_section(path, layer, model_type="llama", quantization_config={"bits": 4})
     with raises(NotImplementedError, "quantization_config"):
         opened(path)
 

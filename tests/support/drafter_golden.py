@@ -69,6 +69,17 @@ def target_sequences(spec: TinySpec) -> Sequences:
     return greedy_sequences(spec, target_reference(spec).greedy, longest_prompt=30)
 
 
+def room_in(sequences: Sequences) -> Callable[[Sequence[int]], int]:
+    """A function that returns how many tokens a run generates behind the given ones."""
+
+    def room(tokens: Sequence[int]) -> int:
+        known = tuple(tokens)
+        prompt = next(prompt for prompt, _ in sequences if known[: len(prompt)] == prompt)
+        return len(prompt) + NUM_TOKENS - len(known)
+
+    return room
+
+
 def with_fixed_k(config: dict[str, Any]) -> dict[str, Any]:
     """A speculative_config in which every iteration drafts k tokens, as a reference does."""
     return {**config, "x": {"adaptive": False, **config.get("x", {})}}
@@ -169,15 +180,18 @@ def check_run(
 def check_preempted_run(
     reference: GreedyDrafter,
     sequences: Sequences,
+    tokens: list[list[int]],
     emitted: list[list[int]],
     num_preemptions: int,
     k: int,
     least_margin: float,
+    least_compared: int,
 ) -> None:
-    """Checks every iteration of a run in which sequences were preempted against a reference.
+    """Checks a run in which sequences were preempted, as `check_run` does.
 
     A sequence that is computed again emits one token, as a prompt does, and drafts behind it.
     """
+    assert tokens == [list(continuation) for _, continuation in sequences]
     recomputed = compared = accepted = 0
     for (prompt, continuation), counts in zip(sequences, emitted, strict=True):
         states = reference.target.states([*prompt, *continuation])
@@ -190,9 +204,9 @@ def check_preempted_run(
                 compared += 1
                 accepted += count - 1
             position += count
-        assert position == len(continuation)
     assert recomputed <= num_preemptions
     assert num_preemptions > 0
+    assert compared >= least_compared, "too many near ties: choose another seed"
     assert accepted >= compared // 5, "the drafter was hardly ever right: choose another seed"
 
 

@@ -177,6 +177,13 @@ def edit_config(directory: Path, **changes: Any) -> None:
     write_json(path, {key: value for key, value in values.items() if value is not ...})
 
 
+def edit_section(directory: Path, section: str, **changes: Any) -> None:
+    """Changes keys of a section of `config.json`, as `edit_config` does."""
+    values = read_json(directory / "config.json")[section] | changes
+    values = {key: value for key, value in values.items() if value is not ...}
+    edit_config(directory, **{section: values})
+
+
 def save_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], shards: int = 1) -> None:
     """Writes tensors as `model.safetensors`, or spread over files with an index."""
     from safetensors.torch import save_file

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of block drafters: folders, their heads, descriptions, numbers of drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from block_checks import SPECS, TARGET, drafter, opened
+from drafter_checks import ENGINE
+from errors import raises
+from paceline import LLM
+from paceline._core import ModelFileError, check_decoder_config
+from paceline.loader.convert import convert
+from tiny_models import edit_config, edit_section, edit_tensors, make
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
+    most = SPECS[layout].max_drafts
+    config = {"model": str(drafter(layout, tmp_path)), "num_speculative_tokens": most + 1}
+    seen = (f"num_speculative_tokens is {most + 1}", "blocks of 5", f"allowed: 1 to {most}")
+    with raises(ValueError, *seen):
+        LLM(make(TARGET), speculative_config=config, **ENGINE)
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_converting_with_more_drafts_than_the_block(layout: str, tmp_path: Path) -> None:
+    most, path = SPECS[layout].max_drafts, drafter(layout, tmp_path)
+    seen = (f"num_speculative_tokens is {most + 1}", path, f"allowed: 1 to {most}")
+    with raises(ValueError, *seen):
+        convert(make(TARGET), tmp_path / "out", path, num_speculative_tokens=most + 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_model_is_no_block_drafter() -> None:
+    config = {"method": "dspark", "model": str(make(TARGET))}
+    seen = ("'method'] is 'dspark'", make(TARGET), "a drafter for 'draft_model'", "fc.weight")
+    with raises(ValueError, *seen):
+        LLM(make(TARGET), speculative_config=config, **ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "edit", "error", "seen"),
+    [
+        (
+            "z-lab",
+            lambda path: edit_config(path, architectures=["DFlash2DraftModel"]),
+            NotImplementedError,
+            ("architectures", "DFlash2DraftModel", "DFlash or DSpark"),
+        ),
+        (
+            "speculators",
+            lambda path: edit_config(path, speculators_model_type="peagle"),
+            NotImplementedError,
+            ("speculators_model_type", "peagle"),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_section(path, "dflash_config", attention_sink_bias=True),
+            NotImplementedError,
+            ("dflash_config.attention_sink_bias",),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, markov_rank=4),
+            ModelFileError,
+            ('"markov_rank" is 4', "8 columns"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, mask_token_id=128),
+            ModelFileError,
+            ("mask_token_id", "128", "127"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, block_size=0),
+            ModelFileError,
+            ("block_size", "is 0"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, target_layer_ids=[0, 2, 7]),
+            ValueError,
+            ("target_layer_ids", "[0, 2, 7]", "8 layers", "-1 to 6"),
+        ),
+        (
+            "speculators",
+            lambda path: edit_config(path, aux_hidden_state_layer_ids=[1, 3]),
+            ValueError,
+            ("'fc.weight' has 192 columns", "expected 128"),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_config(path, vocab_size=130),
+            ValueError,
+            ('"vocab_size" is 130', "128 ids"),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_tensors(path, lambda t: t.pop("hidden_norm.weight")),
+            ModelFileError,
+            ("hidden_norm.weight",),
+        ),
+        (
+            "z-lab",
+            lambda path: edit_tensors(path, lambda t: t.update({"extra.weight": torch.ones(2)})),
+            ModelFileError,
+            ("extra.weight",),
+        ),
+        # Heads.
+        (
+            "deepseek",
+            lambda path: edit_config(path, markov_head_type="cubic"),
+            NotImplementedError,
+            ("markov_head_type", "cubic", "vanilla, gated and rnn"),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, markov_head_type="gated"),
+            ModelFileError,
+            ("markov_head.gate_proj.weight",),
+        ),
+        (
+            "gated",
+            lambda path: edit_config(path, markov_head_type="vanilla"),
+            ModelFileError,
+            ("markov_head.gate_proj",),
+        ),
+        (
+            "rnn",
+            lambda path: edit_tensors(
+                path, lambda t: t.update({"markov_head.joint_proj.weight": torch.ones(16, 80)})
+            ),
+            ModelFileError,
+            ("markov_head.joint_proj.weight", "[16, 80]", "[24, 80]", "3 * markov_rank"),
+        ),
+        (
+            "gated",
+            lambda path: edit_tensors(path, lambda t: t.pop("markov_head.gate_proj.bias")),
+            ModelFileError,
+            ("markov_head.gate_proj.bias",),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, enable_confidence_head=True),
+            ModelFileError,
+            ('"enable_confidence_head" is true', "'confidence_head.proj.weight'", "or false"),
+        ),
+        (
+            "gated",
+            lambda path: edit_config(path, confidence_head_with_markov=False),
+            ModelFileError,
+            ("'confidence_head.proj.weight' has 72 columns", "expected 64", "is false"),
+        ),
+        (
+            "rnn",
+            lambda path: edit_config(path, confidence_head_with_markov=True),
+            ModelFileError,
+            ("has 64 columns", "expected 72", "hidden_size + markov_rank", "is true"),
+        ),
+        (
+            "gated",
+            lambda path: edit_tensors(path, lambda t: t.pop("confidence_head.proj.bias")),
+            ModelFileError,
+            ("confidence_head.proj.bias",),
+        ),
+    ],
+)
+def test_refusals(
+    layout: str, edit: Any, error: type[Exception], seen: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = drafter(layout, tmp_path)
+    edit(path)
+    with raises(error, *seen):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "seen"),
+    [
+        (
+            "gated",
+            {"markov": {"kind": "cubic", "rank": 8}},
+            ("drafter.block.markov.kind", "'cubic'", "'vanilla', 'gated', 'rnn'"),
+        ),
+        ("rnn", {"markov": {"kind": "rnn", "rank": 65}}, ("drafter.block.markov.rank", "65", "64")),
+        (
+            "z-lab",
+            {"confidence": {"reads_token": True}},
+            ("drafter.block.confidence.reads_token", "true", "false where kind is 'dflash'"),
+        ),
+        ("gated", {"confidence": {}}, ("drafter.block.confidence", "reads_token")),
+    ],
+)
+def test_descriptions_that_are_refused(
+    layout: str, heads: dict[str, Any], seen: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = opened(drafter(layout, tmp_path)).config
+    config["drafter"]["block"] |= heads
+    with raises(ValueError, *seen):
+        check_decoder_config(json.dumps(config))
