@@ -9,7 +9,7 @@ package. The result is a decoder description with the key "drafter" of `docs/mod
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from paceline._core import ModelFileError
 
@@ -21,7 +21,13 @@ from .block_settings import aux_layers, read_block
 from .block_tensors import block_tensors
 from .decoder import Sizes
 from .description import check_description
-from .drafters import Target, check_same_vocabulary, made_for_another, take_positions
+from .drafters import (
+    Target,
+    check_same_vocabulary,
+    describe_drafter,
+    made_for_another,
+    take_positions,
+)
 from .family import Family
 from .messages import show
 from .section import Section
@@ -60,22 +66,15 @@ def translate_block(
     sizes = its.sizes
     _check_target(top, layer, sizes, facts, target)
     notes: list[str] = []
-    drafter: dict[str, Any] = {
-        "kind": kind,
-        "target_hidden_size": target.hidden_size,
-        "aux_layers": aux_layers(top, block, sizes, facts, target, notes),
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "has_fc_bias": False,
-        "has_attn_norm": True,
-        "has_final_norm": True,
-        "owns_embedding": facts.has_embedding,
-        "owns_lm_head": facts.draft_vocab_size is not None,
-        "draft_vocab_size": facts.draft_vocab_size or target.vocab_size,
-        "block": read_block(top, block, target) | read_heads(kind, top, block, facts, sizes),
-    }
+    drafter = describe_drafter(
+        kind,
+        target,
+        aux_layers=aux_layers(top, block, sizes, facts, target, notes),
+        owns_embedding=facts.has_embedding,
+        owns_lm_head=facts.draft_vocab_size is not None,
+        draft_vocab_size=facts.draft_vocab_size or target.vocab_size,
+        block=read_block(top, block, target) | read_heads(kind, top, block, facts, sizes),
+    )
     is_anchored = drafter["block"]["sliding"]["is_anchored"]
     config = describe_block(
         kind, top, layer, block, its, facts, target, notes, is_anchored=is_anchored

@@ -27,7 +27,7 @@ from .deepseek_v4_tensors import (
     matrix,
 )
 from .description import check_description
-from .drafters import DSPARK, Target, made_for_another
+from .drafters import DSPARK, Target, describe_drafter, made_for_another
 from .families import ARCHITECTURES, translate
 from .family import Family, TensorSpec
 from .hf_config import parse_hf_config
@@ -80,22 +80,12 @@ def translate_stages(
         "name": DSPARK,
         "ties_lm_head": False,
         "layers": [description] * count,
-        "drafter": {
-            "kind": DSPARK,
-            "target_hidden_size": target.hidden_size,
-            "aux_layers": [layer + 1 for layer in layers],
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": False,
-            "norm_output": False,
-            "has_fc_bias": False,
-            "has_attn_norm": True,
-            "has_final_norm": True,
-            "owns_embedding": False,
-            "owns_lm_head": False,
-            "draft_vocab_size": target.vocab_size,
+        "drafter": describe_drafter(
+            DSPARK,
+            target,
+            aux_layers=[layer + 1 for layer in layers],
             **formats.entries("fc"),
-            "block": {
+            block={
                 "size": hf.text.integer(deepseek_v4.BLOCK_SIZE, low=1, high=64),
                 "mask_token": hf.text.integer(
                     "dspark_noise_token_id", low=0, high=target.vocab_size - 1
@@ -105,7 +95,7 @@ def translate_stages(
                 "sliding": {"is_causal": False, "is_anchored": True},
                 "markov": {"kind": "vanilla", "rank": rank},
             },
-        },
+        ),
     }
     check_description(config, (hf.text, top))
     family = Family(

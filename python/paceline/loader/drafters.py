@@ -63,6 +63,33 @@ class Target:
         return len(self.config["layers"])
 
 
+def describe_drafter(kind: str, target: Target, **keys: Any) -> dict[str, Any]:
+    """The object `drafter` of a draft head's description.
+
+    Args:
+        kind: One of `KINDS`.
+        target: The target. Unless `keys` say otherwise, the draft head uses its embeddings and its
+            lm_head.
+        **keys: Those that the kind adds, and those that differ from a drafter that has a norm
+            before attention and a final one, no bias, and none of EAGLE-3's switches.
+    """
+    return {
+        "kind": kind,
+        "target_hidden_size": target.hidden_size,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "has_fc_bias": False,
+        "has_attn_norm": True,
+        "has_final_norm": True,
+        "owns_embedding": False,
+        "owns_lm_head": False,
+        "draft_vocab_size": target.vocab_size,
+        **keys,
+    }
+
+
 def made_for_another(top: Section) -> str:
     """The beginning of a message about a draft head of another target."""
     return f"{top.source}: the drafter was made for another target:"

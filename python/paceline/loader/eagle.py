@@ -23,6 +23,7 @@ from .drafters import (
     EAGLE3,
     Target,
     check_same_vocabulary,
+    describe_drafter,
     made_for_another,
     take_positions,
 )
@@ -81,19 +82,22 @@ def translate_eagle(
         )
 
     notes: list[str] = []
-    drafter: dict[str, Any] = {"kind": kind, "target_hidden_size": target.hidden_size}
+    keys: dict[str, Any] = {}
     if kind == EAGLE3:
-        drafter |= _read_eagle3(top, facts, target, notes)
+        keys = _read_eagle3(top, facts, target, notes)
     else:
-        drafter |= _read_eagle(top, sizes, facts)
-    drafter |= {
-        "has_fc_bias": facts.has_fc_bias,
-        "has_attn_norm": facts.has_attn_norm,
-        "has_final_norm": facts.has_final_norm,
-        "owns_embedding": facts.has_embedding,
-        "owns_lm_head": facts.draft_vocab_size is not None,
-        "draft_vocab_size": facts.draft_vocab_size or target.vocab_size,
-    }
+        _check_eagle(top, sizes, facts)
+    drafter = describe_drafter(
+        kind,
+        target,
+        **keys,
+        has_fc_bias=facts.has_fc_bias,
+        has_attn_norm=facts.has_attn_norm,
+        has_final_norm=facts.has_final_norm,
+        owns_embedding=facts.has_embedding,
+        owns_lm_head=facts.draft_vocab_size is not None,
+        draft_vocab_size=facts.draft_vocab_size or target.vocab_size,
+    )
     config = _description(kind, top, layer, sizes, facts, target, notes)
     config["drafter"] = drafter
     check_description(config, (layer, top))
@@ -183,7 +187,7 @@ def _raise_contradiction(section: Section, key: str, tensor: str, is_there: bool
 # ---- what is special about each ----------------------------------------------------------------
 
 
-def _read_eagle(top: Section, sizes: Sizes, facts: Facts) -> dict[str, Any]:
+def _check_eagle(top: Section, sizes: Sizes, facts: Facts) -> None:
     if sizes.layers != 1:
         raise top.refusal("num_hidden_layers", "1 layer in an EAGLE-1 draft head")
     if facts.has_map:
@@ -192,12 +196,6 @@ def _read_eagle(top: Section, sizes: Sizes, facts: Facts) -> dict[str, Any]:
             "vocabulary"
         )
     _check_full_head(top, sizes.vocab, facts)
-    return {
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-    }
 
 
 def _check_full_head(top: Section, vocab_size: int, facts: Facts) -> None:

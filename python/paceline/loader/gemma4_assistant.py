@@ -23,6 +23,7 @@ from .drafters import (
     GEMMA4_MTP,
     Target,
     check_same_vocabulary,
+    describe_drafter,
     made_for_another,
     take_positions,
 )
@@ -113,20 +114,7 @@ def translate_assistant(
     )
     take_positions(config, sizes, target, notes)
     check_reads_layers_of(config, target, made_for_another(top))
-    drafter: dict[str, Any] = {
-        "kind": GEMMA4_MTP,
-        "target_hidden_size": backbone,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "has_fc_bias": False,
-        "has_attn_norm": True,
-        "has_final_norm": True,
-        "owns_embedding": False,
-        "owns_lm_head": True,
-        "draft_vocab_size": sizes.vocab,
-    }
+    drafter = describe_drafter(GEMMA4_MTP, target, owns_lm_head=True)
     centroids = _read_centroids(top, text, sizes, has_centroids)
     if centroids is not None:
         drafter["centroids"] = centroids

@@ -20,7 +20,7 @@ from .decoder_tensors import tensor_spec
 from .deepseek import num_mtp_layers
 from .deepseek_v4_tensors import PUBLISHED, end_mix, layer_tensors, matrix
 from .description import check_description
-from .drafters import MTP, Target, made_for_another
+from .drafters import MTP, Target, describe_drafter, made_for_another
 from .families import ARCHITECTURES, translate
 from .family import Family, TensorSpec
 from .hf_config import HfConfig, parse_hf_config
@@ -139,20 +139,14 @@ def _describe(
         "name": MTP,
         "ties_lm_head": False,
         "layers": [layer],
-        "drafter": {
-            "kind": MTP,
-            "target_hidden_size": target.hidden_size,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": True,
-            "norm_output": norm_output,
-            "has_fc_bias": False,
-            "has_attn_norm": True,
-            "has_final_norm": True,
-            "owns_embedding": "embed.weight" in owned,
-            "owns_lm_head": "lm_head.weight" in owned,
-            "draft_vocab_size": target.vocab_size,
-        },
+        "drafter": describe_drafter(
+            MTP,
+            target,
+            fc_norm=True,
+            norm_output=norm_output,
+            owns_embedding="embed.weight" in owned,
+            owns_lm_head="lm_head.weight" in owned,
+        ),
     }
 
 
