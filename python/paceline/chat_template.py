@@ -171,8 +171,8 @@ class ChatTemplates:
             )
         raise ValueError(
             f"{self.folder} has no chat template: looked for {TEMPLATE_NAME}, 'chat_template' in "
-            f"{TOKENIZER_CONFIG_NAME} and {OLD_TEMPLATE_NAME}; chat_template= gives one, as the "
-            "text or the file of a Jinja template"
+            f"{TOKENIZER_CONFIG_NAME} and {OLD_TEMPLATE_NAME}; chat_template= (--chat-template) "
+            "gives one, as the text or the file of a Jinja template"
         )
 
     @functools.cached_property

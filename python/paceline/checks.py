@@ -7,6 +7,7 @@ NotImplementedError. Each message names the argument, the value and the values a
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import math
@@ -280,6 +281,12 @@ def parse_json(
     raise ValueError(f"{name} is not valid JSON: {reason}: {shorten(text)}")
 
 
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the most similar name, if there is one."""
+    near = difflib.get_close_matches(given[:100], list(names), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> None:
     """Refuses unknown keywords, lists the known ones, and says what to do instead of vLLM's.
 
@@ -289,8 +296,8 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> 
     for key in given:
         if key not in allowed:
             raise TypeError(
-                f"{owner} has no parameter {shorten(key)} in this version; "
-                f"it has: {', '.join(allowed)}{advice_end(owner, key)}"
+                f"{owner} has no parameter {shorten(key)} in this version; it has: "
+                f"{', '.join(allowed)}{advice_end(owner, key) or did_you_mean(key, allowed)}"
             )
 
 

@@ -7,7 +7,6 @@ EXIT_CODES has the exit codes. Every error is one line on standard error.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import shlex
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from paceline.bench import cli as bench
-from paceline.checks import MODEL, check_path, check_revision, shorten
+from paceline.checks import MODEL, check_path, check_revision, did_you_mean, shorten
 from paceline.commands import chat, generate, serve
 from paceline.commands.options import add_hub_options, add_quiet_option, download_arguments
 from paceline.console import (
@@ -74,8 +73,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
             options = [option for option in options if option != "--help"]  # named in any case
-            near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(unknown[0].split("=")[0], options)
             if self.prog.endswith(" serve"):
                 hint = flag_advice(unknown[0].split("=")[0]) or hint
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -215,15 +213,16 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--method",
         metavar="NAME",
-        help="mtp: the target's own MTP layer drafts; dspark, without --draft: the stages in its "
-        "files do; or the method of --draft (default: none, or what --draft holds)",
+        help="mtp: the drafter is the target's own MTP layer; dflash or dspark, without --draft: "
+        "the target's subfolder of that name, or the stages in its files; or the method of --draft "
+        "(default: none, or what --draft holds)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
         type=integer,
-        default=4,
         metavar="K",
-        help="drafts per iteration that the folder sets as default, 1 to 16 (default: 4)",
+        help="drafts per iteration that the folder sets as default, 1 to 16 (default: what a "
+        "block drafter's folder states, 4 for other drafters)",
     )
     parser.add_argument(
         "--dtype",
@@ -242,7 +241,7 @@ def _add_convert(commands: Any) -> None:
 
 def _run_convert(args: argparse.Namespace) -> int:
     from paceline.hub import find_folder
-    from paceline.loader.convert import check_options, convert
+    from paceline.loader.convert import block_subfolders, check_options, convert
 
     if not args.quiet:
         check_output()
@@ -277,6 +276,9 @@ def _run_convert(args: argparse.Namespace) -> int:
     )
     if not args.quiet:
         emit(f"wrote {out}")
+        if args.draft is None and args.method is None:
+            for name in block_subfolders(target):
+                emit(f"without the drafter in {target / name}; --method {name} writes it too")
     return EXIT_OK
 
 

@@ -14,13 +14,9 @@ from paceline._core import ModelNotFoundError
 from paceline.checks import shorten
 from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
-from paceline.loader.block_kinds import (
-    block_kind_of_config,
-    default_num_drafts,
-    own_block_kind,
-)
+from paceline.loader.block_kinds import block_kind_of_config, own_block_kind
 from paceline.loader.deepseek_v4_dspark import has_stage
-from paceline.loader.drafter_checkpoint import detect_method
+from paceline.loader.drafter_checkpoint import detect_method, stated_num_drafts
 from paceline.loader.files import find
 from paceline.loader.speculators import CURE, Speculators, read_speculators
 from paceline.speculative_checks import BLOCK_METHODS
@@ -112,25 +108,11 @@ def find_models(
         )
     drafter = CheckpointFolder(draft)
     if speculative.num_speculative_tokens is None:
-        k = _default_k(drafter, speculative.method)
+        k = stated_num_drafts(drafter)
+        if k is None:
+            detect_method(drafter, speculative.method)  # raises: every block drafter states k
         speculative = dataclasses.replace(speculative, num_speculative_tokens=k)
     return ModelSources(target, drafter, speculative)
-
-
-def _default_k(folder: CheckpointFolder, method: str | None) -> int | None:
-    """The number of drafts that a drafter's folder names; of a block drafter those of its block.
-
-    Raises:
-        ValueError: It is a drafter for another method.
-    """
-    if folder.is_converted:
-        return folder.converted.num_speculative_tokens
-    speculators = read_speculators(folder.config)
-    if speculators is not None:
-        return speculators.num_speculative_tokens
-    if (block_kind_of_config(folder.config) or own_block_kind(folder.config)) is None:
-        detect_method(folder, method)  # raises, since no other drafter comes without a number
-    return default_num_drafts(folder.config)
 
 
 def _with_block_drafter(
@@ -145,7 +127,9 @@ def _with_block_drafter(
             target's configuration describes, there is none unless the method is named.
 
     Raises:
-        ValueError: There are two and the configuration names none, or there is not the named one.
+        ModelNotFoundError: The subfolder has no configuration.
+        ValueError: There are two and the configuration names none, or there is not the named one,
+            or the subfolder has another model.
     """
     needs_drafter = given is None or (given.is_incomplete and not given.is_off)
     is_named = given is not None and given.method in BLOCK_METHODS and given.model is None
@@ -160,6 +144,7 @@ def _with_block_drafter(
             "{'method': None} for plain decoding"
         )
     if found:
+        _check_subfolder(folder.path / found[0])
         config = SpeculativeConfig(method=found[0]) if given is None else given
         return dataclasses.replace(config, method=found[0], model=str(folder.path / found[0]))
     own = None if folder.is_converted else own_block_kind(folder.config)
@@ -173,6 +158,21 @@ def _with_block_drafter(
             "files; allowed: the drafter's folder or its name on the hub as 'model'"
         )
     return None if given is None else given.completed(str(folder.path))
+
+
+def _check_subfolder(path: Path) -> None:
+    """Refuses a subfolder of a target that is named after a method and has no drafter for it."""
+    role = (
+        f"a subfolder {path.name!r} of a target is its drafter, unless speculative_config names "
+        "another drafter or is {'method': None}"
+    )
+    try:
+        kind = block_kind_of_config(CheckpointFolder(path).config)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{error}; {role}") from error
+    if kind != path.name:
+        what = "no block drafter" if kind is None else f"a drafter for {kind!r}"
+        raise ValueError(f"{path} has {what}; expected one for {path.name!r}; {role}")
 
 
 def _with_own_drafter(

@@ -52,6 +52,10 @@ class RunningEngine:
             assert speculative is not None
             speculative = speculative.resolved(draft.method)
             check_compatible(target, draft)
+            _logger.info("the drafter is %s, method %r", draft.path, speculative.method)
+        for model in (target,) if draft is None else (target, draft):
+            for note in model.notes:
+                _logger.info("%s: %s", model.path, note)
         config.check_on_device(target.model.device)
         max_model_len = resolve_max_model_len(config.max_model_len, target, draft)
         self._describe(target, draft, config, speculative, max_model_len=max_model_len)

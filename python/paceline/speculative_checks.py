@@ -38,7 +38,7 @@ METHODS: Final = (
     "ngram",
     "custom",
 )
-#: The methods whose drafter says how many tokens it drafts, and may lie in the target's folder.
+#: The methods whose drafter states how many tokens it drafts, and may be in the target's folder.
 BLOCK_METHODS: Final = ("dflash", "dspark")
 #: The methods without a model.
 MODEL_FREE_METHODS: Final = ("ngram", "custom")

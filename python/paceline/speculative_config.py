@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.checks import check_choice, parse_json, quoted, shorten
+from paceline.checks import check_choice, did_you_mean, parse_json, quoted, shorten
 from paceline.custom_drafter import Drafter
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.speculative_checks import (
@@ -227,7 +227,8 @@ class SpeculativeConfig:
                 )
             has_drafter = value.get("method") is not None or value.get("model") is not None
             if not value or (has_drafter and value.get("method") not in BLOCK_METHODS):
-                raise _lacks_k()
+                # Not left to the drafter's folder, which may be gigabytes on the hub.
+                raise _lacks_k(may_name_method=value.get("method") is None)
         arguments = {key: value[key] for key in fields if key in value}
         nested = value.get("x", {})
         if not isinstance(nested, Mapping):
@@ -236,10 +237,12 @@ class SpeculativeConfig:
         return cls(**arguments, **nested)
 
 
-def _lacks_k() -> ValueError:
+def _lacks_k(*, may_name_method: bool = False) -> ValueError:
+    methods = " or ".join(map(repr, BLOCK_METHODS))
+    otherwise = f", or 'method': {methods}, whose drafters state it" if may_name_method else ""
     return ValueError(
         "speculative_config lacks 'num_speculative_tokens'; "
-        f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
+        f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}{otherwise}"
     )
 
 
@@ -258,4 +261,6 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
             hint = "; the drafter's key 'draft_tensor_parallel_size' is not supported yet either"
         elif where == "speculative_config" and key in _NESTED_KEYS:
             hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
+        else:
+            hint = did_you_mean(str(key), allowed)
         raise ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")

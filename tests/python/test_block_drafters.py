@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import block_models
 from block_checks import SPECS, TARGET, drafter, greedy, opened
 from drafter_checks import (
-    DSPARK_CHOICES,
     ENGINE,
     PROMPTS,
     check_always_right,
@@ -25,7 +23,7 @@ from drafter_checks import (
 from errors import raises
 from paceline import LLM, SamplingParams
 from paceline._core import ModelFileError
-from tiny_models import copy_checkpoint, edit_tensors, load_tensors, make
+from tiny_models import edit_tensors, load_tensors, make
 
 
 @pytest.mark.parametrize(
@@ -160,54 +158,6 @@ def test_a_request_with_fewer_drafts_beside_others(layout: str, tmp_path: Path) 
 @pytest.mark.parametrize("layout", ["speculators", "rnn"])
 def test_converted_pair(layout: str, heads: dict[str, str], tmp_path: Path) -> None:
     check_both_ways(make(TARGET), drafter(layout, tmp_path, **heads), tmp_path / "converted")
-
-
-# ---- in the target's folder, and how many drafts -----------------------------------------------
-
-
-@pytest.fixture
-def target_with(tmp_path: Path) -> Any:
-    """Writes a copy of the target with drafters in subfolders."""
-
-    def write(**layouts: str) -> Path:
-        path = copy_checkpoint(make(TARGET), tmp_path / "target")
-        for name, layout in layouts.items():
-            block_models.write(SPECS[layout], make(TARGET), path / name)
-        return path
-
-    return write
-
-
-@pytest.mark.parametrize(("config", "method", "k"), DSPARK_CHOICES)
-def test_a_subfolder_of_the_target_drafts(
-    config: Any, method: str | None, k: int | None, target_with: Any
-) -> None:
-    with LLM(target_with(dspark="deepseek"), speculative_config=config, **ENGINE) as llm:
-        chosen = llm.speculative_config
-        assert (chosen and chosen.method, chosen and chosen.num_speculative_tokens) == (method, k)
-        [output] = llm.generate([PROMPTS[0]], greedy())
-    assert output.outputs[0].token_ids == plain_outputs(TARGET)[0]
-
-
-def test_subfolders_that_do_not_say_which(target_with: Any) -> None:
-    path = target_with(dspark="deepseek", dflash="z-lab")
-    with raises(ValueError, path, "'dflash' and 'dspark'", "{'method': None}"):
-        LLM(path, **ENGINE)
-    with LLM(path, speculative_config={"method": "dflash"}, **ENGINE) as llm:
-        assert llm.speculative_config is not None
-        assert llm.speculative_config.num_speculative_tokens == 4
-    with raises(ValueError, "'dspark'", "no subfolder", "'model'"):
-        LLM(make(TARGET), speculative_config={"method": "dspark"}, **ENGINE)
-
-
-@pytest.mark.parametrize(
-    ("layout", "k"), [("z-lab", 4), ("deepseek", 5), ("speculators", 5), ("gated", 5), ("rnn", 4)]
-)
-def test_k_of_the_folder(layout: str, k: int, tmp_path: Path) -> None:
-    config = {"method": SPECS[layout].method, "model": str(drafter(layout, tmp_path))}
-    with LLM(make(TARGET), speculative_config=config, load_format="dummy", **ENGINE) as llm:
-        assert llm.speculative_config is not None
-        assert llm.speculative_config.num_speculative_tokens == k
 
 
 # ---- copies of the target's tables -------------------------------------------------------------

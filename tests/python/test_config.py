@@ -84,6 +84,7 @@ def test_k_out_of_range(k: Any) -> None:
 def test_k_is_required() -> None:
     config = {"method": "draft_model", "model": "draft"}
     refuses(config, ValueError, "lacks 'num_speculative_tokens'", "1 to 16")
+    refuses({"model": "draft"}, ValueError, "1 to 16, or 'method': 'dflash' or 'dspark'")
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "gemma4_mtp"])
@@ -173,7 +174,7 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
     refuses(
         GOOD | {"num_speculativ_tokens": 3},
         ValueError,
-        "unknown key 'num_speculativ_tokens'",
+        "unknown key 'num_speculativ_tokens'; did you mean num_speculative_tokens?",
         "'num_speculative_tokens'",
         "'x'",
     )

@@ -81,5 +81,7 @@ def test_every_parameter_has_a_name_and_a_type(kind: type[Any]) -> None:
 def test_unknown_keywords_are_listed() -> None:
     with pytest.raises(TypeError, match=r"'bestof' .*; it has: n, .*token_sources$"):
         SamplingParams(bestof=2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"'modle' .*; it has: model, .*show_progress$"):
+    with pytest.raises(
+        TypeError, match=r"'modle' .*; it has: model, .*show_progress; did you mean model\?$"
+    ):
         LLM("none", modle=1)  # type: ignore[arg-type]

@@ -71,6 +71,12 @@ def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -
         "StructuredOutputsParams": StructuredOutputsParams,
     }
     assert ADVICE.keys() == {*calls, "speculative_config"}
+    for owner, given, meant in (
+        ("LLM", "max_num_seq", "max_num_seqs"),
+        ("SamplingParams", "temprature", "temperature"),
+    ):
+        call = functools.partial(calls[owner], **{given: 1})
+        refuses(call, f"has no parameter {given!r}", f"did you mean {meant}?", kind=TypeError)
     for owner in calls:
         known = ", ".join(list(inspect.signature(functions[owner]).parameters)[-3:-1])
         for given, advice in ADVICE[owner].items():

@@ -59,7 +59,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         metavar="JSON",
         help='the drafter, for example \'{"method": "draft_model", "model": DIR_OR_ID, '
-        '"num_speculative_tokens": 4}\'; needs --model (default: none, plain decoding)',
+        '"num_speculative_tokens": 4}\'; needs --model (default: the drafter that the '
+        "model's folder brings, or plain decoding)",
     )
     group.add_argument(
         "--demo",
@@ -380,8 +381,8 @@ def choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str | 
         ):
             if value is not None:
                 raise ValueError(
-                    f"{option} is for the package's own checkpoints, not for --model; "
-                    "name the drafter in --speculative-config"
+                    f"{option} is for the package's own checkpoints, not for --model; name the "
+                    "drafter and 'num_speculative_tokens' in --speculative-config"
                 )
         return args.model, args.speculative_config
     for option, value in (("--revision", args.revision), ("--cache-dir", args.cache_dir)):

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
@@ -21,21 +21,30 @@ from .block_kinds import own_block_kind
 from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
-from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter, open_drafter
+from .drafter_checkpoint import (
+    DrafterCheckpoint,
+    open_any_drafter,
+    open_drafter,
+    stated_num_drafts,
+)
 from .drafters import BLOCK_KINDS, MTP
 from .families import check_dtype
+from .files import find
 from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .mask_row import add_mask_row
 from .pickles import convert_pickle
 from .safetensors_writer import NewTensor, float_bytes, write_safetensors
 from .tokenizer import TokenizerInfo, check_tokenizers
 
+# The default of drafters other than block drafters.
+_DEFAULT_NUM_DRAFTS: Final = 4
+
 
 def convert(
     model_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     draft_dir: str | os.PathLike[str] | None = None,
-    num_speculative_tokens: int = 4,
+    num_speculative_tokens: int | None = None,
     dtype: str = "auto",
     *,
     method: str | None = None,
@@ -58,13 +67,15 @@ def convert(
     Args:
         model_dir: The target's checkpoint.
         out_dir: The folder to write; must be absent or empty.
-        draft_dir: The checkpoint of the drafter, if there is one: a draft model, an EAGLE draft
-            head or an assistant of Gemma 4.
-        num_speculative_tokens: The folder's default number of drafts, 1 to 16.
+        draft_dir: The checkpoint of the drafter, if there is one: a draft model, a draft head, a
+            block drafter or an assistant of Gemma 4.
+        num_speculative_tokens: The folder's default number of drafts, 1 to 16. None = the number
+            that a block drafter's folder states, 4 for other drafters.
         dtype: The dtype of matrices once the folder is read: "float32", "bfloat16" or "auto".
-        method: "mtp": the target's MTP layer is the drafter; "dspark" without a `draft_dir`: the
-            stages in the target's files are; or that of the drafter in `draft_dir`, as for
-            `load_drafter`.
+        method: "mtp": the target's MTP layer is the drafter. "dflash" or "dspark" without a
+            `draft_dir`: the drafter is the target's subfolder of that name or, with "dspark", the
+            stages in the target's files. Otherwise that of the drafter in `draft_dir`, as for
+            `load_drafter`. None without a `draft_dir`: only the target is written.
         allow_pickle: Read the weights of an EAGLE draft head from a `pytorch_model.bin`, and the
             embedding of a block drafter's mask tokens from a `mask_embedding.pt`: tensors and
             numbers only, with torch, which must be installed.
@@ -82,12 +93,14 @@ def convert(
     check_options(out_dir, num_speculative_tokens, dtype)
     out = Path(out_dir)
     folder = CheckpointFolder(model_dir)
+    if draft_dir is None and method in block_subfolders(folder.path):
+        draft_dir = folder.path / method
     is_own = method == MTP or (draft_dir is None and _names_own_drafter(folder, method))
     if method is not None and (draft_dir is None) != is_own:
         raise ValueError(
             f"method is {method!r:.80} and draft_dir {str(draft_dir)!r:.80}; allowed: {MTP!r} "
-            "without a draft_dir, or 'dspark' where the target has such a drafter in its own "
-            "files, or the method of a drafter in draft_dir"
+            "without a draft_dir, or 'dflash' or 'dspark' where the target has such a drafter in a "
+            "subfolder of that name or in its own files, or the method of a drafter in draft_dir"
         )
     if draft_dir is None and folder.has_only_pickle:
         if not allow_pickle:
@@ -98,6 +111,7 @@ def convert(
     tokenizer = folder.tokenizer
     with ExitStack() as stack:
         draft: Checkpoint | DrafterCheckpoint | None = None
+        source = folder
         if draft_dir is not None:
             source = CheckpointFolder(draft_dir)
             if allow_pickle and source.has_pickle:
@@ -108,8 +122,10 @@ def convert(
             draft = _open_draft(source, target, tokenizer, dtype, method)
         elif is_own:
             draft = open_drafter(folder, target.as_target(), method)
+        k = num_speculative_tokens or _DEFAULT_NUM_DRAFTS
         if isinstance(draft, DrafterCheckpoint) and draft.kind in BLOCK_KINDS:
-            _check_block(draft, num_speculative_tokens)
+            k = num_speculative_tokens or stated_num_drafts(source) or k
+            _check_block(draft, k)
         return _fill(
             out,
             lambda partial: _write_folder(
@@ -117,7 +133,7 @@ def convert(
                 target,
                 draft,
                 _read_settings(folder),
-                num_speculative_tokens,
+                k,
                 progress,
             ),
         )
@@ -141,14 +157,21 @@ def _names_own_drafter(folder: CheckpointFolder, method: str | None) -> bool:
     return own_block_kind(folder.config) == method
 
 
-def check_options(out_dir: str | os.PathLike[str], num_speculative_tokens: int, dtype: str) -> None:
+def block_subfolders(path: Path) -> list[str]:
+    """The methods for which a target's folder has a drafter in a subfolder."""
+    return [kind for kind in BLOCK_KINDS if find(path / kind) is not None]
+
+
+def check_options(
+    out_dir: str | os.PathLike[str], num_speculative_tokens: int | None, dtype: str
+) -> None:
     """Checks what `convert` can check before it looks at a model.
 
     Raises:
         ValueError: As for `convert`.
     """
     check_dtype(dtype)
-    if (
+    if num_speculative_tokens is not None and (
         isinstance(num_speculative_tokens, bool)
         or not isinstance(num_speculative_tokens, int)
         or not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS

@@ -12,19 +12,20 @@ from paceline._core import ModelFileError
 from .binding import BoundTensor, bind
 from .block import translate_block
 from .block_facts import BlockFacts, guess_block_facts, read_block_facts, without_copies
-from .block_kinds import own_block_kind
+from .block_kinds import block_kind_of_config, default_num_drafts, own_block_kind
 from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
 from .deepseek_v4_dspark import translate_stages
 from .drafter_ids import read_map, read_ordering
 from .drafters import BLOCK_KINDS, GEMMA4_MTP, KINDS, MTP, Target
 from .eagle import translate_eagle
 from .eagle_facts import Facts, guess_facts, read_facts
-from .folder import Source, as_folder
+from .folder import CheckpointFolder, Source, as_folder
 from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, translate_assistant
 from .kinds import kind_of_config, kind_of_tensors
 from .messages import quote
 from .mtp import check_has_mtp, translate_mtp
 from .section import Section
+from .speculators import read_speculators
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,6 +110,29 @@ def detect_method(source: Source, method: str | None = None) -> str:
             f"for {found!r} ({reason}); allowed: {found!r}, or no 'method'"
         )
     return found
+
+
+def stated_num_drafts(folder: CheckpointFolder) -> int | None:
+    """The number of drafts that a drafter's folder states; None: it states none.
+
+    Folders of `paceline convert` and of the `speculators` package state it. For the folder of
+    another block drafter, it is the number of drafts of a whole block, as far as an engine makes
+    so many.
+
+    Raises:
+        ModelNotFoundError: The folder or its configuration is missing.
+        ModelFileError: A key has a wrong value.
+        NotImplementedError: It is a drafter of a kind that is not supported.
+    """
+    if folder.is_converted:
+        return folder.converted.num_speculative_tokens
+    top = folder.config
+    speculators = read_speculators(top)
+    if speculators is not None:
+        return speculators.num_speculative_tokens
+    if (block_kind_of_config(top) or own_block_kind(top)) is None:
+        return None
+    return default_num_drafts(top)
 
 
 def open_any_drafter(

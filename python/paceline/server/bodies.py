@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import gc
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, Final, NoReturn
 
-from paceline.checks import check_text, shorten
+from paceline.checks import check_text, did_you_mean, shorten
 from paceline.limits import MAX_LOGIT_BIAS
 from paceline.server.errors import ApiError, refusal
 
@@ -200,8 +199,7 @@ class Fields:
         """
         for name in self._names:
             if name not in allowed and name not in refused:
-                near = difflib.get_close_matches(name[:100], allowed, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = did_you_mean(name, allowed)
                 raise refusal(
                     f"unknown field {shorten(name)}{hint}; allowed: {', '.join(sorted(allowed))}",
                     name[:100],

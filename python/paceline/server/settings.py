@@ -8,13 +8,12 @@ Each option of `paceline serve` can also be the variable PACELINE_<NAME> and a k
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.checks import check_path, shorten
+from paceline.checks import check_path, did_you_mean, shorten
 
 _PREFIX: Final = "PACELINE_"
 _SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
@@ -102,8 +101,7 @@ def _convert_all(
         dest = str(key).replace("-", "_")
         if dest not in actions or dest == "config":
             names = [name.replace("_", "-") for name in actions if name != "config"]
-            near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(str(key), names)
             raise ValueError(
                 f"{source}: unknown key {shorten(key)}{hint}; allowed: {', '.join(names)}"
             )
