@@ -22,7 +22,7 @@ from paceline._core import ModelFileError
 from paceline.cli import main
 from paceline.loader import detect_method
 from paceline.loader.convert import convert
-from tiny_models import load_tensors, make, read_json
+from tiny_models import edit_config, load_tensors, make, read_json
 
 
 def test_pickle_is_not_loaded(draft_head: Callable[..., Path]) -> None:
@@ -57,9 +57,10 @@ def test_pickle_of_no_drafter(tmp_path: Path) -> None:
     path = tiny_models.copy_checkpoint(make(TARGET), tmp_path / "model")
     torch.save(load_tensors(path), path / PICKLE_NAME)
     (path / "model.safetensors").unlink()
-    with raises(NotImplementedError, PICKLE_NAME, "not an EAGLE draft head", "model.safetensors"):
-        convert(path, tmp_path / "out", allow_pickle=True, progress=False)
-    assert not (tmp_path / "out").exists()
+    for arguments in ((path, tmp_path / "out"), (make(TARGET), tmp_path / "out", path)):
+        with raises(NotImplementedError, path / PICKLE_NAME, "not an EAGLE draft", "model.safete"):
+            convert(*arguments, allow_pickle=True, progress=False)
+        assert not (tmp_path / "out").exists()
 
 
 class _Harmful:
@@ -106,6 +107,42 @@ def test_damaged_pickle(draft_head: Callable[..., Path], tmp_path: Path) -> None
     file.write_bytes(contents[: len(contents) // 2])
     with raises(ModelFileError, PICKLE_NAME, "zip"):
         convert(path, tmp_path / "out", allow_pickle=True, progress=False)
+
+
+def move_an_id(path: Path) -> None:
+    tensors = torch.load(path / PICKLE_NAME, weights_only=True)
+    tensors["d2t"][3] = -4
+    torch.save(tensors, path / PICKLE_NAME)
+
+
+def drop_a_matrix(path: Path) -> None:
+    tensors = torch.load(path / PICKLE_NAME, weights_only=True)
+    del tensors["midlayer.mlp.up_proj.weight"]
+    torch.save(tensors, path / PICKLE_NAME)
+
+
+@pytest.mark.parametrize(
+    ("edit", "file", "part"),
+    [
+        (move_an_id, PICKLE_NAME, "'d2t'[3] is -4"),
+        (drop_a_matrix, PICKLE_NAME, "midlayer.mlp.up_proj.weight"),
+        (lambda path: edit_config(path, draft_vocab_size=95), "config.json", "is 95"),
+    ],
+    ids=["value", "missing", "configuration"],
+)
+def test_errors_name_the_file_of_the_user(
+    edit: Callable[[Path], None],
+    file: str,
+    part: str,
+    draft_head: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    path = draft_head("eagle3", is_pickle=True)
+    edit(path)
+    with raises(ModelFileError, path / file, part) as error:
+        convert(make(TARGET), tmp_path / "out", path, allow_pickle=True, progress=False)
+    assert ".paceline" not in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 def written_header(file: Path) -> dict[str, Any]:

@@ -147,6 +147,19 @@ def test_a_drafter_with_embeddings_of_its_own(drafter: Path) -> None:
         converted(drafter)
 
 
+def test_errors_name_the_files_of_the_user(drafter: Path) -> None:
+    out = drafter.parent / "out"
+    with raises(ValueError, "num_speculative_tokens is 5", f"drafter {drafter} was", "1 to 4"):
+        convert(make(TARGET), out, drafter, 5, allow_pickle=True, progress=False)
+    edit_tensors(drafter, lambda tensors: tensors.pop("hidden_norm.weight"))
+    with raises(ModelFileError, drafter / "model.safetensors", "hidden_norm.weight") as error:
+        converted(drafter)
+    edit_config(drafter, hidden_act="gelu")
+    with raises(NotImplementedError, drafter / "config.json", "hidden_act"):
+        converted(drafter)
+    assert ".paceline" not in str(error.value)
+
+
 def test_a_drafter_without_masks(tmp_path: Path) -> None:
     path = eagle_models.write(EagleSpec("eagle"), make(TARGET), tmp_path / "drafter")
     torch.save({"mask_token_id": MASK, "embedding": torch.ones(64)}, path / MASK_NAME)

@@ -32,7 +32,7 @@ from .families import check_dtype
 from .files import find
 from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .mask_row import add_mask_row
-from .pickles import convert_pickle
+from .pickles import convert_pickle, read_pickle
 from .safetensors_writer import NewTensor, float_bytes, write_safetensors
 from .tokenizer import TokenizerInfo, check_tokenizers
 
@@ -114,11 +114,15 @@ def convert(
         source = folder
         if draft_dir is not None:
             source = CheckpointFolder(draft_dir)
-            if allow_pickle and source.has_pickle:
-                # As large as the drafter: not in memory, where some systems keep /tmp.
+            mask_pickle = source.mask_pickle
+            if allow_pickle and source.has_only_pickle:
+                source = read_pickle(source)
+            if allow_pickle and mask_pickle is not None:
+                # As large as the target's table: not in memory, where some systems keep /tmp.
                 beside = next(parent for parent in out.absolute().parents if parent.is_dir())
                 staged = tempfile.TemporaryDirectory(prefix=".paceline-", dir=beside)
-                source = _without_pickles(source, target, Path(stack.enter_context(staged)))
+                folder_of_table = Path(stack.enter_context(staged))
+                source = add_mask_row(source, mask_pickle, target.as_target(), folder_of_table)
             draft = _open_draft(source, target, tokenizer, dtype, method)
         elif is_own:
             draft = open_drafter(folder, target.as_target(), method)
@@ -181,18 +185,6 @@ def check_options(
             f"{MAX_SPECULATIVE_TOKENS}"
         )
     _check_out_dir(Path(out_dir))
-
-
-def _without_pickles(source: CheckpointFolder, target: Checkpoint, out: Path) -> CheckpointFolder:
-    """The folder of a drafter with all that is a pickle in safetensors files, written to `out`."""
-    pickle = source.mask_pickle
-    if source.has_only_pickle:
-        (out / "weights").mkdir()
-        source = convert_pickle(source, out / "weights")
-    if pickle is not None:
-        (out / "embeddings").mkdir()
-        source = add_mask_row(source, pickle, target.as_target(), out / "embeddings")
-    return source
 
 
 def _open_draft(

@@ -31,9 +31,9 @@ from .drafters import DSPARK, Target, describe_drafter, made_for_another
 from .families import ARCHITECTURES, translate
 from .family import Family, TensorSpec
 from .hf_config import parse_hf_config
-from .mtp import LayerWeights, check_same_model
+from .mtp import check_same_model
 from .section import Section
-from .tensor_source import TensorSource, Weights
+from .tensor_source import TensorSource, WeightMap, Weights
 
 _STAGE: Final = "mtp."
 #: Tensors of the confidence head, which ends a draft early and is not used yet.
@@ -47,7 +47,7 @@ def has_stage(weights: Weights) -> bool:
 
 def translate_stages(
     top: Section, target: Target, weights: Weights | None
-) -> tuple[Family, LayerWeights, list[str]]:
+) -> tuple[Family, WeightMap, list[str]]:
     """Translates the stages of a target.
 
     Args:
@@ -108,7 +108,7 @@ def translate_stages(
         lm_head_names=(PUBLISHED.lm_head,),
     )
     where = "" if weights is None else weights.where
-    return family, LayerWeights(where, found), ["the drafter's confidence head is not used"]
+    return family, WeightMap(where, found), ["the drafter's confidence head is not used"]
 
 
 def _target_layers(top: Section, text: Section, target: Target) -> list[int]:

@@ -16,8 +16,9 @@ from .files import exists, find, read_file
 from .messages import show_path
 from .section import MAX_CONFIG_BYTES, Section, read_json_object
 from .state_dict import StateDict
+from .tensor_source import Weights
 from .tokenizer import TokenizerInfo, read_tokenizer_file
-from .weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles, open_weights
+from .weight_files import INDEX_NAME, WEIGHTS_NAME, open_weights
 
 CONFIG_NAME: Final = "config.json"
 GENERATION_NAME: Final = "generation_config.json"
@@ -38,8 +39,12 @@ class CheckpointFolder:
         is_converted: `paceline convert` wrote it, and it has no `config.json`; see `converted`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], weights: Weights | None = None) -> None:
         """Looks at the folder; opens no file.
+
+        Args:
+            path: The folder.
+            weights: Tensors that take the place of its weight files and of its pickles.
 
         Raises:
             ModelNotFoundError: There is no such folder.
@@ -52,6 +57,7 @@ class CheckpointFolder:
                 "of a checkpoint as a string or a path"
             )
         self.path = Path(path)
+        self._given_weights = weights
         status = find(self.path)
         if status is None:
             raise ModelNotFoundError(
@@ -103,9 +109,9 @@ class CheckpointFolder:
         return read_file(path, what, max_bytes=MAX_CONFIG_BYTES) if exists(path) else None
 
     @cached_property
-    def weights(self) -> WeightFiles:
-        """The weight files; errors as for `open_weights`."""
-        return open_weights(self.path)
+    def weights(self) -> Weights:
+        """The tensors; errors as for `open_weights`."""
+        return open_weights(self.path) if self._given_weights is None else self._given_weights
 
     @cached_property
     def tokenizer_contents(self) -> bytes | None:
@@ -123,20 +129,17 @@ class CheckpointFolder:
     @property
     def has_only_pickle(self) -> bool:
         """Whether the weights are a pickle and nothing else."""
-        return exists(self.path / PICKLE_NAME) and not any(
-            exists(self.path / name) for name in (WEIGHTS_NAME, INDEX_NAME)
+        return (
+            self._given_weights is None
+            and exists(self.path / PICKLE_NAME)
+            and not any(exists(self.path / name) for name in (WEIGHTS_NAME, INDEX_NAME))
         )
 
     @property
     def mask_pickle(self) -> Path | None:
-        """The file with a block drafter's own embedding for mask tokens, if there is one."""
+        """The file with a block drafter's own embedding for mask tokens, if it is to be read."""
         path = self.path / MASK_NAME
-        return path if exists(path) else None
-
-    @property
-    def has_pickle(self) -> bool:
-        """Whether a pickle would have to be read."""
-        return self.has_only_pickle or self.mask_pickle is not None
+        return path if self._given_weights is None and exists(path) else None
 
     def check_no_pickle(self) -> None:
         """Refuses a folder of which a pickle would have to be read.

@@ -8,7 +8,6 @@ own: a copy of the target's with that row.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +18,11 @@ from .binding import BoundTensor
 from .block_facts import tensor_prefix
 from .block_kinds import block_kind_of_config, block_section, read_mask_token
 from .drafters import Target, made_for_another
-from .files import read_file
-from .folder import CONFIG_NAME, TOKENIZER_NAME, CheckpointFolder
+from .folder import CheckpointFolder
 from .pickles import read_mask_embedding
 from .safetensors_writer import NewTensor, float_bytes, write_safetensors
-from .section import MAX_CONFIG_BYTES
-from .weight_files import INDEX_NAME
+from .tensor_source import WeightMap
+from .weight_files import WEIGHTS_NAME, open_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,16 +32,16 @@ if TYPE_CHECKING:
 def add_mask_row(
     source: CheckpointFolder, pickle: Path, target: Target, out: Path
 ) -> CheckpointFolder:
-    """Makes a folder of a block drafter that has embeddings of its own.
+    """Gives a block drafter embeddings of its own.
 
     Args:
-        source: The drafter's folder, whose weights are safetensors files.
+        source: The drafter's folder.
         pickle: The file with the embedding of mask tokens.
         target: The target, with its tensors.
-        out: An empty folder for the result. It has links to the weight files of `source`.
+        out: An empty folder for the embeddings, which must stay while they are read.
 
     Returns:
-        The folder `out`.
+        The folder `source` with its tensors and the embeddings.
 
     Raises:
         ModelNotFoundError: A file is missing.
@@ -80,25 +78,11 @@ def add_mask_row(
             f"{made_for_another(top)} the embedding in {pickle} has {len(row)} elements, but those "
             f"of {target.path} have {hidden}"
         )
-    settings = read_file(
-        source.path / CONFIG_NAME, "the drafter's configuration", max_bytes=MAX_CONFIG_BYTES
-    )
-    (out / CONFIG_NAME).write_bytes(settings)
-    if source.tokenizer_contents is not None:
-        (out / TOKENIZER_NAME).write_bytes(source.tokenizer_contents)
-    listing: dict[str, str] = {}
-    links: dict[Path, str] = {}
-    for tensor, shard in owners.items():
-        if shard.path not in links:
-            links[shard.path] = f"weights-{len(links)}.safetensors"
-            (out / links[shard.path]).symlink_to(shard.path.absolute())
-        listing[tensor] = links[shard.path]
-    listing[name] = "embeddings.safetensors"
     chunks = functools.partial(_with_row, table, token, row)
     new = NewTensor(name, table.dtype, (rows, hidden), chunks)
-    write_safetensors(out / listing[name], [new], {"format": "pt", "from": pickle.name})
-    (out / INDEX_NAME).write_text(json.dumps({"weight_map": listing}), encoding="utf-8")
-    return CheckpointFolder(out)
+    write_safetensors(out / WEIGHTS_NAME, [new], {"format": "pt", "from": pickle.name})
+    weights = WeightMap(source.weights.where, {**owners, **open_weights(out).owners})
+    return CheckpointFolder(source.path, weights)
 
 
 def _with_row(table: BoundTensor, index: int, row: npt.NDArray[np.float32]) -> Iterator[bytes]:

@@ -25,7 +25,7 @@ from .families import ARCHITECTURES, translate
 from .family import Family, TensorSpec
 from .hf_config import HfConfig, parse_hf_config
 from .section import Section
-from .tensor_source import TensorSource, Weights
+from .tensor_source import TensorSource, WeightMap, Weights
 
 MTP_ARCHITECTURES: Final = (
     "Glm4MoeLiteForCausalLM",
@@ -34,19 +34,6 @@ MTP_ARCHITECTURES: Final = (
 )
 # In published files of DeepSeek-V4.
 _V4_LAYER: Final = "mtp."
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerWeights:
-    """The tensors of one layer: `Weights`, with those of the decoder left out.
-
-    Attributes:
-        where: See `Weights.where`.
-        owners: See `Weights.owners`.
-    """
-
-    where: str
-    owners: Mapping[str, TensorSource]
 
 
 def check_has_mtp(top: Section) -> HfConfig:
@@ -70,7 +57,7 @@ def check_has_mtp(top: Section) -> HfConfig:
 
 def translate_mtp(
     top: Section, target: Target, weights: Weights | None
-) -> tuple[Family, LayerWeights]:
+) -> tuple[Family, WeightMap]:
     """Translates the MTP layer of a target.
 
     Args:
@@ -123,7 +110,7 @@ def translate_mtp(
         ),
         lm_head_names=(copies["lm_head.weight"][0],),
     )
-    return family, LayerWeights("" if weights is None else weights.where, found)
+    return family, WeightMap("" if weights is None else weights.where, found)
 
 
 def _describe(
@@ -152,7 +139,7 @@ def _describe(
 
 def _translate_v4(
     top: Section, hf: HfConfig, whole: Family, target: Target, weights: Weights | None
-) -> tuple[Family, LayerWeights]:
+) -> tuple[Family, WeightMap]:
     """Translates `mtp.0` of DeepSeek-V4, which shares embeddings and lm_head with its target."""
     layer = f"{_V4_LAYER}0."
     where = "" if weights is None else weights.where
@@ -190,7 +177,7 @@ def _translate_v4(
         (PUBLISHED.prefix,),
         lm_head_names=(PUBLISHED.lm_head,),
     )
-    return family, LayerWeights(where, found)
+    return family, WeightMap(where, found)
 
 
 def _missing_layer(where: str, layer: str) -> ModelFileError:

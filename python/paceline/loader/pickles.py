@@ -23,6 +23,7 @@ from .files import open_regular, read_file
 from .folder import CONFIG_NAME, PICKLE_NAME, TOKENIZER_NAME, CheckpointFolder
 from .safetensors_writer import NewTensor, write_safetensors
 from .section import MAX_CONFIG_BYTES
+from .state_dict import MemoryTensors
 from .weight_files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -31,25 +32,46 @@ if TYPE_CHECKING:
     import torch
 
 # The dtypes that the loader reads; `d2t` and `t2d` are integers.
-_DTYPES: Final = {
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.bool": "BOOL",
-}
+_DTYPES: Final = (
+    "torch.float32",
+    "torch.float16",
+    "torch.bfloat16",
+    "torch.int64",
+    "torch.int32",
+    "torch.bool",
+)
 
 
-def convert_pickle(source: CheckpointFolder, out: Path) -> CheckpointFolder:
-    """Rewrites the draft head in a folder with `model.safetensors` instead of the pickle.
+def read_pickle(source: CheckpointFolder) -> CheckpointFolder:
+    """Reads the weights of a draft head from a pickle.
+
+    Args:
+        source: A folder with `config.json` and `pytorch_model.bin`.
+
+    Returns:
+        The same folder with the tensors of the pickle, which are mapped, not copied.
+
+    Raises:
+        ModelNotFoundError: A file is missing.
+        ModelFileError: The pickle holds anything but tensors, or is damaged.
+        NotImplementedError: It is no draft head, or torch is not installed.
+    """
+    pickle = source.path / PICKLE_NAME
+    found = CheckpointFolder(source.path, MemoryTensors(_read_tensors(pickle), str(pickle)))
+    if detect_method(found) == DRAFT_MODEL:
+        raise NotImplementedError(
+            f"{pickle}: not an EAGLE draft head (it has no tensor 'fc.weight'); "
+            "--allow-pickle reads only those. Save other models as model.safetensors"
+        )
+    return found
+
+
+def convert_pickle(source: CheckpointFolder, out: Path) -> None:
+    """Writes the draft head in a folder with `model.safetensors` instead of the pickle.
 
     Args:
         source: A folder with `config.json` and `pytorch_model.bin`.
         out: An empty folder for the result, which has the same tensors.
-
-    Returns:
-        The folder `out`.
 
     Raises:
         ModelNotFoundError: A file is missing.
@@ -57,24 +79,19 @@ def convert_pickle(source: CheckpointFolder, out: Path) -> CheckpointFolder:
         NotImplementedError: It is no EAGLE draft head, or torch is not installed.
         OSError: `out` cannot be written.
     """
-    pickle = source.path / PICKLE_NAME
     settings = read_file(
         source.path / CONFIG_NAME, "the drafter's configuration", max_bytes=MAX_CONFIG_BYTES
     )
     copies = {CONFIG_NAME: settings}
     if source.tokenizer_contents is not None:
         copies[TOKENIZER_NAME] = source.tokenizer_contents
-    tensors = _read_pickle(pickle)
-    _write_safetensors(out / WEIGHTS_NAME, tensors, pickle)
+    new: list[NewTensor] = []
+    for name, tensors in read_pickle(source).weights.owners.items():
+        dtype, shape, _ = tensors.info(name)
+        new.append(NewTensor(name, dtype, shape, functools.partial(tensors.chunks, name)))
+    write_safetensors(out / WEIGHTS_NAME, new, {"format": "pt", "from": PICKLE_NAME})
     for name, contents in copies.items():
         (out / name).write_bytes(contents)
-    written = CheckpointFolder(out)
-    if detect_method(written) == DRAFT_MODEL:
-        raise NotImplementedError(
-            f"{pickle}: not an EAGLE draft head (it has no tensor 'fc.weight'); "
-            "--allow-pickle reads only those. Save other models as model.safetensors"
-        )
-    return written
 
 
 def read_mask_embedding(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
@@ -139,7 +156,7 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+def _read_tensors(path: Path) -> Mapping[str, torch.Tensor]:
     tensors = _load(path)
     import torch
 
@@ -165,24 +182,3 @@ def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
                 f"the file's {size} bytes"
             )
     return tensors
-
-
-def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Writes tensors without converting them."""
-
-    def chunks(tensor: torch.Tensor) -> list[memoryview]:
-        import torch
-
-        flat = tensor.detach().contiguous().reshape(-1)
-        return [flat.view(torch.uint8).numpy().data]
-
-    new = [
-        NewTensor(
-            name,
-            _DTYPES[str(tensor.dtype)],
-            tuple(tensor.shape),
-            functools.partial(chunks, tensor),
-        )
-        for name, tensor in tensors.items()
-    ]
-    write_safetensors(path, new, {"format": "pt", "from": source.name})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,6 +55,19 @@ class Weights(Protocol):
     @property
     def owners(self) -> Mapping[str, TensorSource]:
         """The source of every tensor, by the tensor's name."""
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """Tensors that were chosen or put together: `Weights`.
+
+    Attributes:
+        where: See `Weights.where`.
+        owners: See `Weights.owners`.
+    """
+
+    where: str
+    owners: Mapping[str, TensorSource]
 
 
 def read_tensor(source: TensorSource, name: str) -> bytes:
