@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The emulator of kernels: what its stand-ins compute, and that it reports the faults that it is
-// there for.
+// The emulator of kernels: the results of its stand-ins, and the faults that it has to report.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -35,7 +34,7 @@ struct Shape {
   size_t shared_bytes = 0;
 };
 
-// Returns an empty string or what went wrong.
+// Returns an error message, empty after success.
 template <class... Params, class... Args>
 std::string run(void (*kernel)(Params...), const Shape& shape, uint64_t seed, Args... args) {
   emulator::set_options({.seed = seed});
@@ -113,13 +112,13 @@ TEST(Emulator, ABarrierThatNotAllThreadsReachIsAnError) {
   EXPECT_THAT(run(half_waits, {}, 0), HasSubstr("16 threads have ended; 16 threads wait for their "
                                                 "block at cuda/emulator_test.cc:"));
   EXPECT_THAT(run(waits_in_two_places, {}, 0), HasSubstr("others are at that of"));
-  // What was left in the middle does not disturb the next launch.
+  // Unfinished threads do not disturb the next launch.
   std::vector<int32_t> to(64);
   EXPECT_EQ(run(count_threads, {.block = 64, .shared_bytes = 256}, 0, to.data()), "");
   EXPECT_EQ(to, std::vector<int32_t>(64, 122));
 }
 
-// --- calls of lanes ------------------------------------------------------------------------------
+// --- collective calls of a warp ------------------------------------------------------------------
 
 __global__ void shuffles(int32_t* to) {
   const auto lane = static_cast<int32_t>(threadIdx.x);
@@ -209,10 +208,10 @@ TEST(Emulator, SharedMemoryIsUndefinedBeforeItIsWritten) {
   EXPECT_EQ(to, std::vector<uint32_t>(3, static_cast<uint32_t>(emulator::kUndefined)));
 }
 
-TEST(Emulator, WritesBehindMemoryAreErrors) {
+TEST(Emulator, WritesBeyondMemoryAreErrors) {
   EXPECT_EQ(run(writes_shared, {.block = 1, .shared_bytes = 40}, 0, 9), "");
   EXPECT_THAT(run(writes_shared, {.block = 1, .shared_bytes = 40}, 0, 10),
-              HasSubstr("wrote behind the 40 bytes"));
+              HasSubstr("wrote beyond the 40 bytes"));
   const GuardedMemory memory(16);
   auto* const values = reinterpret_cast<int32_t*>(memory.data());
   EXPECT_EQ(run(writes, {.block = 1}, 0, values, 3), "");
@@ -220,7 +219,7 @@ TEST(Emulator, WritesBehindMemoryAreErrors) {
   EXPECT_EQ(run(writes, {.block = 1}, 0, values, -1), "");
   EXPECT_FALSE(memory.are_guards_intact());
   EXPECT_EXIT(static_cast<void>(run(writes, {.block = 1}, 0, values, 4)),
-              ::testing::ExitedWithCode(1), "behind an array: thread 0 of block");
+              ::testing::ExitedWithCode(1), "beyond an array: thread 0 of block");
 }
 
 TEST(Emulator, CopiesComeWithTheirWait) {
@@ -241,7 +240,7 @@ __global__ void never_delivers(uint64_t*) {
 
 TEST(Emulator, ACopyThatDoesNotComeIsAnError) {
   EXPECT_THAT(run(never_delivers, {.block = 1}, 0, static_cast<uint64_t*>(nullptr)),
-              HasSubstr("for a change that does not come"));
+              HasSubstr("for a change of memory that does not come"));
 }
 
 // --- clusters ------------------------------------------------------------------------------------

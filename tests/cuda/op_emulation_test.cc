@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA ops, emulated on the CPU (tests/cuda/emulator), against the CPU ops on the op table, by
-// the bounds of the table. Of each op a sample of cases runs, by seed. Each case runs twice, with
-// blocks and threads in other orders and shared memory of another content, and must have the same
-// bits. The test prints which ops it covers.
+// Compares the CUDA ops, emulated on the CPU (tests/cuda/emulator), with the CPU ops on the op
+// table, within the bounds of the table. A seed chooses the sample of each op's cases. Each case
+// runs twice, with other orders of blocks and threads and another content of shared memory, and
+// must give the same bits. The test prints which ops it covers.
 //
 // PACELINE_SEED overrides the seed, PACELINE_TEST_LEVEL=3 runs all cases that can be emulated.
 
@@ -39,7 +39,7 @@ constexpr int64_t kCostOfCase = 100'000;
 constexpr int64_t kBytesOfCase = 8 << 20;  // of arrays, at most
 constexpr int64_t kCostOfRow = 256;
 
-// What a thread costs to emulate in ops with many calls of lanes or products.
+// The cost of emulating a thread in ops with many collective calls or products.
 int64_t cost_of_thread(const std::string& op) {
   static const std::map<std::string, int64_t> costs = {
       {"attention", 25}, {"truncate", 12}, {"compressed", 8}, {"logprobs", 8},

@@ -57,7 +57,7 @@ void end_thread(Thread& thread) {
   // Other lanes may have waited for this one.
   const uint32_t first = thread.number / kWarpSize * kWarpSize;
   for (uint32_t i = first; i < std::min(first + kWarpSize, m.num_threads); ++i) {
-    if (block.threads[i].wait == Wait::kWarp) complete_meeting(block.threads[i], false);
+    if (block.threads[i].wait == Wait::kWarp) complete_collective(block.threads[i], false);
   }
 }
 
@@ -184,7 +184,7 @@ void run_block(Block& block) {
     resume(block.threads[number]);
   }
   if (m.error.empty() && !kept_to_dynamic_shared()) {
-    m.error = "block " + text_of(block.index) + " wrote behind the " +
+    m.error = "block " + text_of(block.index) + " wrote beyond the " +
               std::to_string(m.launch->dynamic_shared_bytes) +
               " bytes of dynamic shared memory that its launch asked for";
   }
@@ -214,12 +214,13 @@ void report_fault(int, siginfo_t* info, void*) {
   char text[300];
   if (m.current != nullptr) {
     std::snprintf(text, sizeof text,
-                  "A kernel touched the address %p, which is behind an array: thread %u of block "
+                  "A kernel accessed the address %p, which is beyond an array: thread %u of block "
                   "(%u, %u, %u), seed %llu\n",
                   info->si_addr, m.current->number, blockIdx.x, blockIdx.y, blockIdx.z,
                   static_cast<unsigned long long>(m.options.seed));
   } else {
-    std::snprintf(text, sizeof text, "The host touched the address %p\n", info->si_addr);
+    std::snprintf(text, sizeof text, "The host accessed the address %p, which is not mapped\n",
+                  info->si_addr);
   }
   std::fputs(text, stderr);
   std::fflush(nullptr);
@@ -338,7 +339,7 @@ std::string run(const Launch& asked) {
                    at / clusters.x / clusters.y * launch.cluster.z});
     run_cluster();
     if (m.error.empty()) continue;
-    // Fibers that were left in the middle begin anew.
+    // Unfinished fibers start again in the next launch.
     for (Thread& thread : m.threads) thread.has_context = false;
     return m.error + " (seed " + std::to_string(m.options.seed) + ")";
   }
@@ -348,7 +349,7 @@ std::string run(const Launch& asked) {
 void let_others_run(const Place& place) {
   Thread& self = *machine().current;
   if (++self.num_tries > kMaxTries) {
-    fail("waits at " + text_of(place) + " for a change that does not come");
+    fail("waits at " + text_of(place) + " for a change of memory that does not come");
   }
   wake(self);
   yield();

@@ -40,8 +40,8 @@ function(paceline_emulate target)
   # - no extern TLS wrappers: dynamic shared memory has no constructor
   # - all thread_local memory is that of the executable
   # - no contraction: the results do not depend on the machine
-  # - warnings: pragmas of nvcc; what g++ suspects of code that nvcc has checked; the range of
-  #   shared memory is not one object
+  # - no warnings about pragmas of nvcc, about variables that g++ takes for uninitialised, and about
+  #   the range of shared memory, which is not one object
   target_compile_options(${target} PRIVATE -fno-extern-tls-init -ftls-model=local-exec -ffp-contract=off
     -U_FORTIFY_SOURCE -Wno-unknown-pragmas -Wno-maybe-uninitialized -Wno-array-bounds)
 endfunction()

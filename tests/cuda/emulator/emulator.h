@@ -4,18 +4,18 @@
 // Runs CUDA kernels on the CPU, compiled by the host compiler with the headers of include/ in place
 // of the CUDA toolkit's. A thread of a block is a fiber; all of them run on one thread of the
 // system, and a fiber runs until it has to wait for others. Blocks run one after another (those of
-// a cluster take turns), and both blocks and fibers are chosen at random, by a seed.
+// a cluster take turns). A random choice with a seed selects the next block and the next fiber.
 //
 // A launch fails, with a message that says which kernel threads wait where, if
-//   - a barrier is not reached by all threads that it is for, or lanes of a warp meet in different
-//     calls or name different lanes;
+//   - a barrier is not reached by all threads that it is for, or lanes of a warp make different
+//     collective calls or name different lanes;
 //   - the threads of a block reach a barrier at different places of the source;
-//   - a block writes to shared memory behind what the launch asked for.
-// An access to memory behind the end of a GuardedMemory ends the process with a message.
+//   - a block writes to shared memory beyond what the launch asked for.
+// An access to memory beyond the end of a GuardedMemory ends the process with a message.
 //
-// Shared memory is thread_local memory of the host, of which the linker makes one range
-// (first_shared.cc, last_shared.cc). It is filled with a pattern before each block. Each block of a
-// cluster has a copy of it, which is in place while the block runs.
+// Shared memory is thread_local memory of the host, which the linker puts into one range
+// (first_shared.cc, last_shared.cc). It is filled with a pattern before each block. For each block
+// of a cluster a copy is kept, which is restored before the block runs on.
 
 #include <cstddef>
 #include <cstdint>
@@ -40,14 +40,14 @@ struct Launch {
 
 inline constexpr size_t kMaxDynamicSharedBytes = 227 << 10;  // of a block, on sm_90
 
-// What undefined values are: NaN in every float format, and the greatest of comparable keys.
+// The value of what is undefined: NaN in every float format, and the greatest of comparable keys.
 inline constexpr uint64_t kUndefined = 0xfff1bad0fff1bad0u;
 
 // --- for tests -----------------------------------------------------------------------------------
 
 struct Options {
   uint64_t seed = 0;
-  uint64_t pattern = kUndefined;  // that fills shared memory
+  uint64_t pattern = kUndefined;  // fills shared memory
   bool runs = true;               // false: launches are counted and do nothing
 };
 void set_options(const Options& options);
@@ -61,7 +61,7 @@ struct Counts {
 
 // --- for the stand-ins of include/ ---------------------------------------------------------------
 
-// Runs all blocks. Returns an empty string or what went wrong.
+// Runs all blocks. Returns an error message, empty after success.
 [[nodiscard]] std::string run(const Launch& launch);
 
 // The number of blocks of a cluster, for a kernel whose source states it: the host compiler ignores
@@ -71,7 +71,7 @@ void set_cluster(const void* kernel, const Index& cluster);
 
 using Place = std::source_location;
 
-enum class Meeting : uint8_t {
+enum class Collective : uint8_t {
   kSync,
   kShuffle,
   kShuffleUp,
@@ -91,11 +91,11 @@ enum class Meeting : uint8_t {
   kXor,
   kCompute,  // of compute_together
 };
-// A call that the lanes of `mask` make together; returns this lane's result. `argument` is the lane
-// of a shuffle, `width` its width. A value from a lane that does not take part is kUndefined.
-uint64_t meet(Meeting meeting, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width,
-              const Place& place);
-// Calls compute once with what each lane of the warp gives, when all have come.
+// A collective call of the lanes of `mask`; returns this lane's result. `argument` is the lane of a
+// shuffle, `width` its width. A value from a lane that does not take part is kUndefined.
+uint64_t run_collective(Collective collective, uint32_t mask, uint64_t value, uint32_t argument,
+                        uint32_t width, const Place& place);
+// Calls `compute` once, with the arguments of all lanes of the warp, when all have called this.
 using LaneArguments = void* const[32];
 void compute_together(void* argument, void (*compute)(LaneArguments& lanes), const Place& place);
 
@@ -103,17 +103,17 @@ void compute_together(void* argument, void (*compute)(LaneArguments& lanes), con
 // whose predicate was true.
 int32_t wait_for_block(int32_t id, uint32_t num_threads, bool predicate, const Place& place);
 
-// For a thread that waits for a change of memory. Fails when the change does not come.
+// For a thread that polls memory. Fails if it is called too often, because nothing changes.
 void let_others_run(const Place& place);
 
-// What is done once the thread waits for the group of copies that it belongs to.
-void copy_later(void* to, const void* from, size_t num_bytes);  // no `from`: zeros
+// A copy that is made when the thread waits for the group of copies that it belongs to.
+void copy_later(void* to, const void* from, size_t num_bytes);  // null `from`: zeros
 void end_copy_group();
 void wait_for_copies(uint32_t num_pending);  // waits until at most num_pending groups are left
 
 void arrive_in_cluster();
 void wait_for_cluster(const Place& place);
-// Where the copy of a shared variable of another block of the cluster is.
+// The address of a shared variable of another block of the cluster.
 void* shared_of_block(const void* shared, int32_t rank);
 
 // 32 bit addresses of shared memory.

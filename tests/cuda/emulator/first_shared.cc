@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Linked before all kernels: where static shared memory begins, and dynamic shared memory. Behind
-// the latter is room for the check that a kernel keeps to what its launch asked for.
+// Linked before all kernels: the beginning of static shared memory, and dynamic shared memory. The
+// latter has room at its end to detect writes beyond what a launch asked for.
 
 #include "emulator.h"
 #include "shared_range.h"

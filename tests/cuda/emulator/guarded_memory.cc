@@ -13,7 +13,7 @@ namespace paceline::emulator {
 namespace {
 
 constexpr std::byte kGuard{0xff};
-constexpr size_t kGuardBytes = 64;  // before the begin
+constexpr size_t kGuardBytes = 64;  // before the beginning
 constexpr size_t kAlignment = 16;
 
 }  // namespace

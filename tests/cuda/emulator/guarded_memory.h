@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Memory that a page without access rights follows, at most 15 bytes behind its end, and whose
-// beginning has a guard before it that is compared.
+// Memory between two guards: after it, at most 15 bytes from its end, a page without access rights;
+// before it, bytes with a known value, which are checked.
 
 #include <cstddef>
 #include <cstdint>
@@ -20,12 +20,12 @@ class GuardedMemory {
 
   [[nodiscard]] std::byte* data() const { return begin_; }
   [[nodiscard]] size_t size() const { return size_; }
-  // Whether nothing was written before the begin, or between the end and the page.
+  // Whether nothing was written before the beginning, or between the end and the page.
   [[nodiscard]] bool are_guards_intact() const;
 
  private:
   std::byte* pages_ = nullptr;
-  size_t page_bytes_ = 0;  // without the page behind
+  size_t page_bytes_ = 0;  // without the page at the end
   std::byte* begin_ = nullptr;
   size_t size_ = 0;
 };

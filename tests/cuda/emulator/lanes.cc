@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Calls that lanes of a warp make together.
+// Collective calls of the lanes of a warp.
 
 #include <algorithm>
 #include <sstream>
@@ -15,16 +15,16 @@ uint32_t source_lane(const Thread& thread) {
   const uint32_t first = lane & ~(thread.width - 1);
   const uint32_t last = first + thread.width - 1;
   uint32_t from = lane;
-  switch (thread.meeting) {
-    case Meeting::kShuffle:
+  switch (thread.collective) {
+    case Collective::kShuffle:
       return first + (thread.argument & (thread.width - 1));
-    case Meeting::kShuffleUp:
+    case Collective::kShuffleUp:
       from = lane - thread.argument;
       return from > lane || from < first ? lane : from;
-    case Meeting::kShuffleDown:
+    case Collective::kShuffleDown:
       from = lane + thread.argument;
       return from > last ? lane : from;
-    case Meeting::kShuffleXor:
+    case Collective::kShuffleXor:
       from = lane ^ thread.argument;
       return from > last ? lane : from;
     default:
@@ -32,65 +32,66 @@ uint32_t source_lane(const Thread& thread) {
   }
 }
 
-uint64_t combine(Meeting meeting, uint64_t a, uint64_t b) {
+uint64_t combine(Collective collective, uint64_t a, uint64_t b) {
   const auto low_a = static_cast<uint32_t>(a);
   const auto low_b = static_cast<uint32_t>(b);
   const auto signed_a = static_cast<int32_t>(low_a);
   const auto signed_b = static_cast<int32_t>(low_b);
-  switch (meeting) {
-    case Meeting::kAdd:
+  switch (collective) {
+    case Collective::kAdd:
       return low_a + low_b;
-    case Meeting::kMin:
+    case Collective::kMin:
       return std::min(low_a, low_b);
-    case Meeting::kMax:
+    case Collective::kMax:
       return std::max(low_a, low_b);
-    case Meeting::kMinSigned:
+    case Collective::kMinSigned:
       return static_cast<uint32_t>(std::min(signed_a, signed_b));
-    case Meeting::kMaxSigned:
+    case Collective::kMaxSigned:
       return static_cast<uint32_t>(std::max(signed_a, signed_b));
-    case Meeting::kAnd:
+    case Collective::kAnd:
       return low_a & low_b;
-    case Meeting::kOr:
+    case Collective::kOr:
       return low_a | low_b;
     default:
       return low_a ^ low_b;
   }
 }
 
-// The results of lanes that have met: `lanes` has null for those that do not take part.
-void give_results(Thread* const (&lanes)[kWarpSize], Meeting meeting) {
+// Sets the result of each lane of a collective call. `lanes` has null for those that do not take
+// part.
+void give_results(Thread* const (&lanes)[kWarpSize], Collective collective) {
   uint32_t votes = 0;
   uint32_t voters = 0;
   uint64_t sum = 0;
   for (uint32_t i = 0; i < kWarpSize; ++i) {
     if (lanes[i] == nullptr) continue;
-    sum = voters == 0 ? lanes[i]->value : combine(meeting, sum, lanes[i]->value);
+    sum = voters == 0 ? lanes[i]->value : combine(collective, sum, lanes[i]->value);
     voters |= 1u << i;
     if (lanes[i]->value != 0) votes |= 1u << i;
   }
   for (Thread* const lane : lanes) {
     if (lane == nullptr) continue;
-    switch (meeting) {
-      case Meeting::kSync:
+    switch (collective) {
+      case Collective::kSync:
         break;
-      case Meeting::kShuffle:
-      case Meeting::kShuffleUp:
-      case Meeting::kShuffleDown:
-      case Meeting::kShuffleXor: {
+      case Collective::kShuffle:
+      case Collective::kShuffleUp:
+      case Collective::kShuffleDown:
+      case Collective::kShuffleXor: {
         const Thread* const from = lanes[source_lane(*lane)];
         lane->result = from == nullptr ? kUndefined : from->value;
         break;
       }
-      case Meeting::kBallot:
+      case Collective::kBallot:
         lane->result = votes;
         break;
-      case Meeting::kAny:
+      case Collective::kAny:
         lane->result = votes != 0;
         break;
-      case Meeting::kAll:
+      case Collective::kAll:
         lane->result = votes == voters;
         break;
-      case Meeting::kMatchAny: {
+      case Collective::kMatchAny: {
         uint32_t equal = 0;
         for (uint32_t i = 0; i < kWarpSize; ++i) {
           if (lanes[i] != nullptr && lanes[i]->value == lane->value) equal |= 1u << i;
@@ -119,7 +120,7 @@ void compute_results(Thread* const (&lanes)[kWarpSize], const Thread& one) {
 
 }  // namespace
 
-bool complete_meeting(Thread& one, bool is_caller) {
+bool complete_collective(Thread& one, bool is_caller) {
   Machine& m = machine();
   const uint32_t first = one.number / kWarpSize * kWarpSize;
   Thread* lanes[kWarpSize] = {};
@@ -128,17 +129,17 @@ bool complete_meeting(Thread& one, bool is_caller) {
     Thread& other = m.blocks[one.block].threads[first + i];
     if (other.wait == Wait::kEnded) continue;
     if (other.wait != Wait::kWarp || other.mask != one.mask) return false;
-    if (other.meeting != one.meeting || !is_same(other.place, one.place)) {
+    if (other.collective != one.collective || !is_same(other.place, one.place)) {
       m.current = &one;
       fail("is in a call of its warp at " + text_of(one.place) + ", and thread " +
            std::to_string(other.number) + " is in another one at " + text_of(other.place));
     }
     lanes[i] = &other;
   }
-  if (one.meeting == Meeting::kCompute) {
+  if (one.collective == Collective::kCompute) {
     compute_results(lanes, one);
   } else {
-    give_results(lanes, one.meeting);
+    give_results(lanes, one.collective);
   }
   for (Thread* const lane : lanes) {
     if (lane == nullptr) continue;
@@ -151,22 +152,22 @@ bool complete_meeting(Thread& one, bool is_caller) {
   return true;
 }
 
-uint64_t meet(Meeting meeting, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width,
-              const Place& place) {
+uint64_t run_collective(Collective collective, uint32_t mask, uint64_t value, uint32_t argument,
+                        uint32_t width, const Place& place) {
   Thread& self = *machine().current;
   if ((mask >> self.number % kWarpSize & 1) == 0) {
     std::ostringstream text;
     text << "is not among the lanes 0x" << std::hex << mask << " of its call at " << text_of(place);
     fail(text.str());
   }
-  self.meeting = meeting;
+  self.collective = collective;
   self.mask = mask;
   self.value = value;
   self.argument = argument;
   self.width = width;
   self.place = place;
   self.wait = Wait::kWarp;
-  if (!complete_meeting(self, true)) yield();
+  if (!complete_collective(self, true)) yield();
   return self.result;
 }
 
@@ -174,7 +175,7 @@ void compute_together(void* argument, void (*compute)(LaneArguments& lanes), con
   Thread& self = *machine().current;
   self.compute_argument = argument;
   self.compute = compute;
-  meet(Meeting::kCompute, 0xffffffffu, 0, 0, kWarpSize, place);
+  run_collective(Collective::kCompute, 0xffffffffu, 0, 0, kWarpSize, place);
 }
 
 }  // namespace paceline::emulator

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Linked behind all kernels: where static shared memory ends.
+// Linked after all kernels: the end of static shared memory.
 
 #include "shared_range.h"
 

@@ -31,14 +31,14 @@ struct Copy {
 struct Thread {
   std::jmp_buf at;
   std::byte* stack = nullptr;
-  bool has_context = false;  // `at` is where it goes on; else it begins on its stack
+  bool has_context = false;  // it continues at `at`; else it begins on its stack
   uint3 index = {};
   uint32_t number = 0;  // in its block
   uint32_t block = 0;   // in its cluster
   Wait wait = Wait::kNone;
   Place place;  // of the call in which it waits
-  // Of a call of lanes.
-  Meeting meeting = Meeting::kSync;
+  // Of a collective call.
+  Collective collective = Collective::kSync;
   uint32_t mask = 0;
   uint32_t argument = 0;
   uint32_t width = kWarpSize;
@@ -102,20 +102,20 @@ void wake(Thread& thread);
 
 // --- lanes.cc and barriers.cc --------------------------------------------------------------------
 
-// If all lanes that the call of `one` names have come or ended, gives them their results, wakes
-// them, but for the caller, and returns true.
-bool complete_meeting(Thread& one, bool is_caller);
+// If all lanes in the mask of `one` have made its collective call or have ended, gives them their
+// results, wakes all but the caller, and returns true.
+bool complete_collective(Thread& one, bool is_caller);
 // Wakes the threads of the cluster if all have arrived.
 void complete_cluster_phase();
 
 // --- shared_memory.cc ----------------------------------------------------------------------------
 
-// Fills the shared memory of a block that begins with the pattern.
+// Fills shared memory with the pattern, for a block that begins.
 void fill_shared();
-// Copies what is in place to the block, and back.
+// Copy the current content to the block's copy, and back.
 void save_shared(Block& block);
 void restore_shared(const Block& block);
-// Whether the block left alone what is behind its dynamic shared memory.
+// Whether nothing was written beyond the dynamic shared memory of the block.
 [[nodiscard]] bool kept_to_dynamic_shared();
 
 }  // namespace paceline::emulator

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory of the blocks, and copies to it that come later.
+// Shared memory of the blocks, and asynchronous copies to it.
 
 #include <cstring>
 #include <vector>
@@ -11,7 +11,7 @@
 namespace paceline::emulator {
 namespace {
 
-constexpr size_t kOverrunBytes = 1024;  // that are checked behind dynamic shared memory
+constexpr size_t kOverrunBytes = 1024;  // checked after dynamic shared memory
 
 struct Range {
   std::byte* begin;
@@ -81,7 +81,7 @@ void* shared_of_block(const void* shared, int32_t rank) {
     }
     begin += range.bytes;
   }
-  fail("asks for the copy of something that is not in shared memory");
+  fail("maps an address to another block that is not in shared memory");
 }
 
 uint32_t shared_address(const void* shared) {

@@ -14,6 +14,6 @@ extern constinit thread_local std::byte last_shared[];
 
 }  // namespace paceline::emulator
 
-// Dynamic shared memory: kernels declare it under names of their own, which the preamble of
-// include/cuda_runtime.h makes names of this.
+// Dynamic shared memory. Kernels declare it under names of their own; include/cuda_runtime.h
+// declares each of them as a name of this array.
 extern constinit thread_local std::byte emulated_dynamic_shared[] asm("emulated_dynamic_shared");

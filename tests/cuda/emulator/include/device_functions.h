@@ -3,7 +3,7 @@
 
 // The part of cuda_runtime.h that kernels call.
 
-// --- barriers and calls of lanes -----------------------------------------------------------------
+// --- barriers and collective calls of a warp -----------------------------------------------------
 
 inline void __syncthreads(
     const paceline::emulator::Place& place = paceline::emulator::Place::current()) {
@@ -34,27 +34,29 @@ T from_word(uint64_t word) {
   return value;
 }
 template <class T>
-T shuffle(Meeting meeting, uint32_t mask, T value, int argument, int width, const Place& place) {
-  return from_word<T>(meet(meeting, mask, to_word(value), static_cast<uint32_t>(argument),
-                           static_cast<uint32_t>(width), place));
+T shuffle(Collective collective, uint32_t mask, T value, int argument, int width,
+          const Place& place) {
+  return from_word<T>(run_collective(collective, mask, to_word(value),
+                                     static_cast<uint32_t>(argument), static_cast<uint32_t>(width),
+                                     place));
 }
-inline uint32_t vote(Meeting meeting, uint32_t mask, uint64_t value, const Place& place) {
-  return static_cast<uint32_t>(meet(meeting, mask, value, 0, 32, place));
+inline uint32_t vote(Collective collective, uint32_t mask, uint64_t value, const Place& place) {
+  return static_cast<uint32_t>(run_collective(collective, mask, value, 0, 32, place));
 }
 
 }  // namespace paceline::emulator
 
 inline void __syncwarp(uint32_t mask = 0xffffffffu, const paceline::emulator::Place& place =
                                                         paceline::emulator::Place::current()) {
-  paceline::emulator::vote(paceline::emulator::Meeting::kSync, mask, 0, place);
+  paceline::emulator::vote(paceline::emulator::Collective::kSync, mask, 0, place);
 }
 
-#define PACELINE_SHUFFLE(name, meeting)                                                   \
-  template <class T>                                                                      \
-  T name(uint32_t mask, T value, int argument, int width = 32,                            \
-         const paceline::emulator::Place& place = paceline::emulator::Place::current()) { \
-    return paceline::emulator::shuffle(paceline::emulator::Meeting::meeting, mask, value, \
-                                       argument, width, place);                           \
+#define PACELINE_SHUFFLE(name, collective)                                                      \
+  template <class T>                                                                            \
+  T name(uint32_t mask, T value, int argument, int width = 32,                                  \
+         const paceline::emulator::Place& place = paceline::emulator::Place::current()) {       \
+    return paceline::emulator::shuffle(paceline::emulator::Collective::collective, mask, value, \
+                                       argument, width, place);                                 \
   }
 PACELINE_SHUFFLE(__shfl_sync, kShuffle)
 PACELINE_SHUFFLE(__shfl_up_sync, kShuffleUp)
@@ -62,12 +64,12 @@ PACELINE_SHUFFLE(__shfl_down_sync, kShuffleDown)
 PACELINE_SHUFFLE(__shfl_xor_sync, kShuffleXor)
 #undef PACELINE_SHUFFLE
 
-#define PACELINE_VOTE(name, meeting, Result)                                                   \
-  inline Result name(                                                                          \
-      uint32_t mask, int predicate,                                                            \
-      const paceline::emulator::Place& place = paceline::emulator::Place::current()) {         \
-    return static_cast<Result>(paceline::emulator::vote(paceline::emulator::Meeting::meeting,  \
-                                                        mask, predicate != 0 ? 1 : 0, place)); \
+#define PACELINE_VOTE(name, collective, Result)                                            \
+  inline Result name(                                                                      \
+      uint32_t mask, int predicate,                                                        \
+      const paceline::emulator::Place& place = paceline::emulator::Place::current()) {     \
+    return static_cast<Result>(paceline::emulator::vote(                                   \
+        paceline::emulator::Collective::collective, mask, predicate != 0 ? 1 : 0, place)); \
   }
 PACELINE_VOTE(__ballot_sync, kBallot, uint32_t)
 PACELINE_VOTE(__any_sync, kAny, int)
@@ -78,15 +80,15 @@ template <class T>
 uint32_t __match_any_sync(
     uint32_t mask, T value,
     const paceline::emulator::Place& place = paceline::emulator::Place::current()) {
-  return paceline::emulator::vote(paceline::emulator::Meeting::kMatchAny, mask,
+  return paceline::emulator::vote(paceline::emulator::Collective::kMatchAny, mask,
                                   paceline::emulator::to_word(value), place);
 }
 
-#define PACELINE_REDUCE(name, T, meeting)                                                        \
+#define PACELINE_REDUCE(name, T, collective)                                                     \
   inline T name(uint32_t mask, T value,                                                          \
                 const paceline::emulator::Place& place = paceline::emulator::Place::current()) { \
-    return static_cast<T>(paceline::emulator::vote(paceline::emulator::Meeting::meeting, mask,   \
-                                                   static_cast<uint32_t>(value), place));        \
+    return static_cast<T>(paceline::emulator::vote(paceline::emulator::Collective::collective,   \
+                                                   mask, static_cast<uint32_t>(value), place));  \
   }
 PACELINE_REDUCE(__reduce_add_sync, uint32_t, kAdd)
 PACELINE_REDUCE(__reduce_add_sync, int32_t, kAdd)
