@@ -15,8 +15,8 @@ __device__ __forceinline__ void sync_some_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// Adds one and returns the value before. Releases what the block has written and a barrier has
-// ordered before the call, and acquires what other blocks released so.
+// Adds one and returns the former value. Releases what the block has written and a barrier has
+// ordered before the call, and acquires what other blocks have released in the same way.
 __device__ __forceinline__ int32_t arrive_and_acquire(int32_t* counter) {
   int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"

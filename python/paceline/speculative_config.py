@@ -78,7 +78,7 @@ class SpeculativeConfig:
         draft_stop_threshold: Under "x", 0 to below 1. Drafting for a sequence ends once the
             drafter's probability of a draft falls below this. That draft is still verified. A block
             drafter with a confidence head ends the drafts before the first one whose estimated
-            chance of acceptance is below this, which may leave none. With "coupled" acceptance
+            probability of acceptance is below this, which may leave none. With "coupled" acceptance
             the output does not change. 0 = off; other values need draft_driver "while" and a
             method other than "ngram" and "custom".
         draft_position: Under "x", "gemma4_mtp" only. The position of the queries of all drafts:

@@ -70,7 +70,7 @@ def target_sequences(spec: TinySpec) -> Sequences:
 
 
 def room_in(sequences: Sequences) -> Callable[[Sequence[int]], int]:
-    """A function that returns how many tokens a run generates behind the given ones."""
+    """A function that returns how many tokens a run generates after the given ones."""
 
     def room(tokens: Sequence[int]) -> int:
         known = tuple(tokens)
@@ -189,7 +189,7 @@ def check_preempted_run(
 ) -> None:
     """Checks a run in which sequences were preempted, as `check_run` does.
 
-    A sequence that is computed again emits one token, as a prompt does, and drafts behind it.
+    A sequence that is computed again emits one token, as a prompt does, and drafts after it.
     """
     assert tokens == [list(continuation) for _, continuation in sequences]
     recomputed = compared = accepted = 0

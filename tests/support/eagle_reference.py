@@ -306,7 +306,7 @@ def emission(
     position: int,
     k: int,
 ) -> tuple[int, float]:
-    """What an iteration emits behind the first `position` tokens of a continuation.
+    """What an iteration emits after the first `position` tokens of a continuation.
 
     Args:
         reference: The drafter.

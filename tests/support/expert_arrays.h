@@ -48,8 +48,8 @@ inline std::vector<int32_t> experts_of_row(Routed routed, int32_t num_experts, i
   return experts;
 }
 
-// A batch whose rows have chosen: what sort_expert_rows makes of it, behind which stale entries
-// lie.
+// A batch whose rows have chosen their experts: the result of sort_expert_rows, followed by stale
+// entries.
 struct ExpertRows {
   std::vector<int32_t> experts;       // [max_rows, top_k]
   std::vector<int32_t> expert_begin;  // [num_experts + 1], with a shared expert one more

@@ -2,7 +2,7 @@
 #pragma once
 
 // A dictionary of byte ranges that says which sequences hold which block of a pool, and which
-// blocks are in quarantine. It is written apart from the pool, which must agree with it.
+// blocks are in quarantine. Its code is independent of the pool, which must agree with it.
 
 #include <algorithm>
 #include <bit>

@@ -44,7 +44,7 @@ struct Pool {
   Pool(DType dtype, int32_t block_size, int32_t num_blocks, int32_t kv_heads, int32_t dim)
       : num_kv_heads(kv_heads), head_dim(dim) {
     const int64_t part = int64_t{block_size} * kv_heads * dim * dtype_bytes(dtype);
-    // A gap before, between and behind K and V: other layers' bytes.
+    // A gap before, between and after K and V: other layers' bytes.
     const int64_t block_bytes = 2 * part + 3 * 64;
     bytes.assign(static_cast<size_t>(num_blocks * block_bytes), std::byte{0xff});
     view = {.base = bytes.data(),

@@ -30,7 +30,7 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   const int32_t num_blocks =
       1 + (static_cast<int32_t>(kMaxRowId) + s.block_size - 1) / s.block_size;
   const int64_t part = int64_t{s.block_size} * s.num_kv_heads * s.head_dim;
-  const int64_t gap = 64;  // elements before, between and behind K and V: other layers'
+  const int64_t gap = 64;  // elements before, between and after K and V: other layers'
   const int64_t block = 2 * part + 3 * gap;
 
   const Handle num_rows = add_num_rows(op, rows);
@@ -131,7 +131,7 @@ OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t see
     const int32_t counts[] = {s.window, 0, 1, 127, 128, 129};
     return std::min(s.window, counts[id % 6]);
   };
-  // Behind the valid entries lie stale ones of earlier lists: the null block, all NaN.
+  // After the valid entries come stale ones of earlier lists: the null block, all NaN.
   std::vector<int64_t> lists(static_cast<size_t>(int64_t{rows.max_rows} * s.window), 0);
   for (size_t i = 0; i < rows.ids.size(); ++i) {
     Stream stream(seed, kIndex, static_cast<uint64_t>(rows.ids[i]));

@@ -83,7 +83,7 @@ OpInstance make_append_latents(const LatentSpec& s, const Rows& rows, uint64_t s
   // Every row has its own slot, past the null block.
   const int32_t num_blocks =
       1 + (static_cast<int32_t>(kMaxRowId) + s.block_size - 1) / s.block_size;
-  const int64_t gap = 64;  // elements before and behind the entries: other layers'
+  const int64_t gap = 64;  // elements before and after the entries: other layers'
   const int64_t block = s.block_size * entry + 2 * gap;
   const Handle num_rows = add_num_rows(op, rows);
   OpArray fused = normal_rows("qkv_a", element, rows, width, width, seed, kX,

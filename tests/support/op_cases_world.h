@@ -243,7 +243,7 @@ class World {
     }
     return ints("results", words);
   }
-  // All sequence slots: some adjust, with prompts that end before, in and behind what is prefilled.
+  // All sequence slots: some adjust, with prompts that end before, in and after what is prefilled.
   SamplingHandles sampling() {
     const int32_t vocab_size = vocab_size_of(s_);
     SamplingArrays arrays(max_slots_, vocab_size);
@@ -320,7 +320,7 @@ class World {
     std::vector<int32_t> tokens(static_cast<size_t>(verify_ends_.back()) + 4);
     for (int32_t& token : tokens) token = any_token();
     const auto padded = [&](std::vector<int32_t> ends) {
-      ends.resize(size + 1, 0);  // stale behind the batch
+      ends.resize(size + 1, 0);  // stale after the batch
       return ends;
     };
     num_seqs_ = ints<int32_t>("num_seqs", {s_.num_seqs});

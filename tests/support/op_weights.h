@@ -37,7 +37,7 @@ namespace paceline::testing {
 class WeightArrays {
  public:
   // Outputs are about as large as x. With a `shift`, the matrix of an expert begins that many rows
-  // behind the one before it, so that all of them take little memory; 0: each has its own.
+  // after the one before it, so that all of them take little memory; 0: each has its own.
   WeightArrays(OpInstance& op, const WeightSpec& spec, int32_t n, int32_t k, uint64_t seed,
                const std::string& name = "weight", int32_t num_experts = 1, int32_t shift = 0) {
     experts_.num_experts = num_experts;

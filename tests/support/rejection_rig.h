@@ -49,7 +49,7 @@ class RejectionRig {
     identity_.resize(static_cast<size_t>(n) * static_cast<size_t>(width) + 1);
     std::iota(identity_.begin(), identity_.end(), 0);
     const auto ints = [&](int64_t count) { return arena_.allocate<int32_t>(count, "test"); };
-    // One history for all, in which each writes behind its own length.
+    // One history for all, in which each writes after its own length.
     s = {.known_len = ints(n),
          .limit = ints(n),
          .is_active = ints(n),

@@ -161,7 +161,7 @@ int64_t fewest_slabs(SimulationScript script) {
   }
 }
 
-// Smaller scripts to try in place of `script`, the boldest first.
+// Smaller scripts to try instead of `script`, those with the fewest requests first.
 std::vector<SimulationScript> smaller(const SimulationScript& script) {
   std::vector<SimulationScript> all;
   const size_t count = script.requests.size();

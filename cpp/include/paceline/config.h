@@ -60,9 +60,9 @@ struct SpeculativeOptions {
   // The number of most likely tokens of the drafter that a sampled draft is chosen from: 1..256, or
   // 0 for 64. Other values than 0 are allowed only with kStandard or kBlock and samples_drafts.
   int32_t num_draft_proposals = 0;
-  // Drafting ends for a sequence behind a draft whose probability is below this threshold or, where
-  // the drafter has a confidence head, before a draft whose estimated chance of acceptance is. The
-  // probability is the softmax of the drafter's logits at temperature 1, truncated by the request's
+  // Drafting ends for a sequence after a draft whose probability is below this threshold or, with a
+  // confidence head, before a draft whose estimated probability of acceptance is below it. The
+  // former is the softmax of the drafter's logits at temperature 1, truncated by the request's
   // top_k, top_p and min_p. 0 is off; other values in (0, 1) need DraftDriver::kWhile.
   double draft_stop_threshold = 0;
   // Prompt lookup, instead of a drafter. The drafts are the k tokens that followed the earlier

@@ -12,7 +12,7 @@ namespace paceline {
 namespace {
 
 void fill_nan(std::span<std::byte> bytes) {
-  // All bits set is a NaN in float32 and in bfloat16 alike.
+  // All bits set is a NaN both in float32 and in bfloat16.
   std::fill(bytes.begin(), bytes.end(), std::byte{0xff});
 }
 

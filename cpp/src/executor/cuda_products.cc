@@ -58,7 +58,7 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};
     for_each_linear(decoder.config(), weights, Overloaded{add_linear, skip});
   };
-  // With multi-head attention, the context of a block drafter has keys and values alone.
+  // With multi-head attention, a block drafter computes only keys and values for the context.
   const auto add_keys_and_values = [&](const Decoder& decoder, int32_t max_rows) {
     for (size_t i = 0; i < decoder.config().layers.size(); ++i) {
       const auto* const attention =

@@ -235,9 +235,9 @@ void Engine::choose_drafts(IterationPlan& plan) {
     const std::scoped_lock lock(mutex_);
     const DraftChooser::Choice choice = chooser_->choose(
         scheduler_.num_decoding(), scheduler_.num_ready_to_draft(kMostExploredCatchUp));
-    // Not more drafts than will soon pay: others would be dropped once all prompts are computed.
+    // At most what is best once all prompts are computed: further drafts would then be dropped.
     plan.num_drafts = std::min(choice.num_drafts, most_drafts());
-    // Sequences whose drafter is far behind would make an exploration dear.
+    // Catching up with many missed tokens would make an exploration expensive.
     if (choice.explores) plan.max_catch_up = kMostExploredCatchUp;
   }
 }

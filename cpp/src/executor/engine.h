@@ -114,7 +114,7 @@ class Engine {
   struct InFlight {
     IterationPlan plan;
     Batch batch;
-    // The time says what other iterations with this k' and as many sequences will take.
+    // Whether its time is typical of iterations with this k' and as many sequences.
     bool is_typical = false;
     bool is_traced = false;
     bool has_waited = false;  // the device had nothing to do before the launch
@@ -149,8 +149,8 @@ class Engine {
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void choose_drafts(IterationPlan& plan);
   void choose_prompt_rows(IterationPlan& plan);
-  // While prompts are computed, the most drafts that will pay for the sequences that decode then.
-  // The requests that wait will probably be among them.
+  // While prompts are computed: the number of drafts that is best for the sequences that will
+  // decode after them, which probably include the waiting requests.
   [[nodiscard]] int32_t most_drafts() const {
     const auto newest = static_cast<size_t>(std::max<int64_t>(newest_launched_, 0)) % ring_.size();
     const int32_t num_decoding = scheduler_.num_decoding();
@@ -175,7 +175,7 @@ class Engine {
   void ask_for_window(Sequence& sequence, std::vector<int32_t> drafts);
   void take_answers();
   // Waits until all questions are answered, but at most this time; without one, until there is an
-  // answer or other news.
+  // answer or another event.
   void await_answers(std::optional<double> most_us);
   void cancel_now(const Cancellation& cancellation);
   // After an exception for lack of memory: waits for the device, ends the requests that have begun

@@ -67,7 +67,7 @@ int64_t all_tokens(const KvLayerShape& layer, const ExecutorOptions& o) {
 // Tokens that all sequences hold in a layer with a window.
 int64_t window_tokens(int32_t window, const ExecutorOptions& o) {
   // The scheduler reserves this much: two iterations in flight advance the window, and the blocks
-  // behind it can be reused two iterations later.
+  // before it can be reused two iterations later.
   const int32_t chunk = o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens;
   const int64_t rows = std::max(chunk, o.speculative.num_speculative_tokens + 1);
   const int64_t held = o.max_num_seqs * (window + extra_tokens(o));

@@ -137,8 +137,8 @@ RunnerOptions runner_options(const ExecutorOptions& o, const Model& target, cons
 
 PromptRows prompt_rows(const ExecutorOptions& o) {
   if (o.prefill_chunk_size > 0) return PromptRows::kAll;
-  // Preemption may follow from the sizes of chunks, and tokens of these methods from preemption:
-  // they must not come to depend on times.
+  // The sizes of chunks may cause preemption, on which tokens of these methods depend. So the sizes
+  // must not depend on times.
   const AcceptMethod method = o.speculative.accept_method;
   const bool keeps_windows = method == AcceptMethod::kStandard || method == AcceptMethod::kBlock;
   return keeps_windows ? PromptRows::kFixed : PromptRows::kMeasured;

@@ -67,8 +67,8 @@ inline constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far be
 // 'silu' and 'gelu_tanh', and in an MLP 'swiglu_oai' and 'clamped_silu'.
 [[nodiscard]] Activation read_activation(const Json& activation, bool allows_limits);
 
-// The format of the matrix behind `key`, which has as many columns as `width` says; plain without
-// the key.
+// The format under `key` of a matrix, which has as many columns as `width` says; plain without the
+// key.
 struct Width {
   std::string_view name;
   int64_t columns;

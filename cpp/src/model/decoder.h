@@ -40,17 +40,17 @@ struct HiddenCapture {
 struct HiddenTaps {
   void* data = nullptr;  // [rows, width] dtype of the activations; null: nothing is stored
   int32_t width = 0;
-  // The layers whose input residual streams are stored, ascending, side by side; the number of
+  // The layers whose input residual streams are stored, ascending, concatenated; the number of
   // layers stands for the output of the last one. Empty: the output of the final norm is stored, or
-  // in models with several residual streams these, after the last layer.
+  // in models with several residual streams all of them, after the last layer.
   std::span<const int32_t> aux_layers;
-  // With several residual streams: their mean is stored for each of aux_layers, not all of them.
+  // With several residual streams: for each of aux_layers only their mean is stored.
   bool averages_streams = false;
   std::span<const HiddenCapture> captures;
 };
 
 // The rows of a pass whose output is read: those that draw or whose logits are wanted. The last
-// layer computes keys and values of all rows, and everything behind them for these rows only. Their
+// layer computes keys and values of all rows, and everything after that for these rows only. Their
 // output is row by row in `residual`, with the same bits.
 struct OutputRows {
   PassRows rows;             // with metadata in `groups`, which the caller has built

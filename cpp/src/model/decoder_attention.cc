@@ -65,7 +65,7 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
   attend(ctx, layer, output->rows, output->groups, picked);
 }
 
-// Multi-head attention behind the keys and values of the rows.
+// Multi-head attention, once the keys and values of the rows are in the cache.
 template <class Ctx>
 void Decoder::attend(Ctx& ctx, int32_t layer, const PassRows& rows,
                      std::span<const GroupMetadata> groups, const Activations& activations) const {
@@ -219,7 +219,7 @@ void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const
   attend_latents(ctx, layer, output->rows, output->groups, picked);
 }
 
-// Latent attention behind the entries of the rows.
+// Latent attention, once the entries of the rows are in the cache.
 template <class Ctx>
 void Decoder::attend_latents(Ctx& ctx, int32_t layer, const PassRows& rows,
                              std::span<const GroupMetadata> groups,

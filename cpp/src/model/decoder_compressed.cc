@@ -28,7 +28,7 @@ template <class Metadata>
   return *own;
 }
 
-// The indexer's keys, which lie behind the entries of a block.
+// The indexer's keys, which follow the entries of a block.
 [[nodiscard]] KvLayerView keys_behind(const KvLayerView& entries, int32_t head_dim) {
   KvLayerView keys = entries;
   keys.k_offset += int64_t{entries.block_size} * head_dim * dtype_bytes(entries.dtype);

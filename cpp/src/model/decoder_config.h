@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A decoder as data: everything that the forward pass depends on. Families (Llama 3, Qwen3, Gemma
-// 3,
-// ...) exist only in the Python loader, which writes this description as JSON.
-// docs/model-format.md describes every key.
+// A decoder as data: everything that the forward pass depends on.
+//
+// Families (Llama 3, Qwen3, Gemma 3, ...) exist only in the Python loader, which writes this
+// description as JSON. docs/model-format.md describes every key.
 
 #include <cstdint>
 #include <optional>
@@ -218,7 +218,7 @@ struct MoeMlp {
   bool is_transposed = false;   // a checkpoint stores the experts' matrices [in, out]
   bool is_per_expert = false;   // a checkpoint has a gate, an up and a down tensor for each expert
 
-  // The matrices of the shared expert lie behind those of the last expert, so that passes of up to
+  // The matrices of the shared expert follow those of the last expert, so that passes of up to
   // kMaxJoinedRows rows compute it in the same products.
   [[nodiscard]] bool joins_shared() const {
     return shared == expert && !is_interleaved && !expert.has_bias;
@@ -266,10 +266,10 @@ enum class DrafterKind : uint8_t { kEagle, kEagle3, kMtp, kGemma4Mtp, kBlock };
 //              s' = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)
 //              logits = U + W2 tanh(o)
 // The state s of a sequence is 0 before the first row of a block, and s' is that of the next row. A
-// first row that predicts nothing takes part, with its own token as x.
+// first row that predicts nothing also updates s, with its own token as x.
 enum class MarkovHead : uint8_t { kNone, kVanilla, kGated, kRnn };
 
-// What a block drafter's estimate of the chance that a draft is accepted reads:
+// What a block drafter's estimate of the probability of acceptance reads. The estimate is
 // sigmoid(w h + b) or sigmoid(w [h ; e] + b), with h and e of MarkovHead.
 enum class ConfidenceHead : uint8_t { kNone, kHidden, kHiddenAndToken };
 
@@ -280,8 +280,8 @@ struct BlockMask {
   bool is_anchored = false;
 };
 
-// A block drafter. Its rows are those of the newest token and of `mask_token` behind it, and one
-// pass over them makes all drafts.
+// A block drafter. Its rows are the newest token, followed by `mask_token`, and one pass over them
+// makes all drafts.
 struct BlockConfig {
   int32_t size = 0;  // rows of the longest block that it was trained for
   int32_t mask_token = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What lies between the branches of a pass (attention, MLP, per-layer inputs): the residual stream,
-// or several of them that every branch mixes (ops/streams.h). The decoder only says which branch
+// The residual stream that connects the branches of a pass (attention, MLP, per-layer inputs), or
+// several streams that every branch mixes (ops/streams.h). The decoder only says which branch
 // joins and what the next one reads.
 
 #include <cstddef>

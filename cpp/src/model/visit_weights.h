@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The weights that a decoder has, in the order of their arena. Every shape stands here and nowhere
-// else: the layout, the limit on bytes, the plans of products and the cost table visit this list.
+// The weights that a decoder has, in the order of their arena. Every shape is stated here and only
+// here: the layout, the limit on bytes, the plans of products and the cost table visit this list.
 
 #include <cstddef>
 #include <cstdint>
@@ -20,8 +20,8 @@
 
 namespace paceline {
 
-// Several tensors of a checkpoint lie one after the other in one region of the arena: each has
-// `rows` rows of the matrix, or elements of the vector.
+// One of the tensors of a checkpoint that are adjacent in one region of the arena. It has `rows`
+// rows of the matrix, or elements of the vector.
 struct WeightPart {
   std::string name;  // canonical, without ".weight", ".scales" or ".bias"
   int64_t rows;
@@ -51,8 +51,8 @@ struct LinearShape {
   int32_t top_k = 0;           // of experts: how many a row chooses
   bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
   bool is_per_expert = false;  // of experts: the parts of an expert follow each other
-  bool has_room = false;       // of experts: for one more matrix behind that of the last
-  std::string room_of = {};    // the name of the experts in whose room the matrix lies; or empty
+  bool has_room = false;       // of experts: for one more matrix after that of the last
+  std::string room_of = {};    // the name of the experts in whose room the matrix is; or empty
   // false: the matrix is the embedding table or belongs to the target. The model has no tensors
   // for it.
   bool is_owned = true;
@@ -81,7 +81,7 @@ enum class VectorKind : uint8_t { kNorm, kBias, kSinks, kScale };
 // where the first argument is the member of `weights`, const if those are.
 
 // `name` ends with "mlp." or "mlp.shared.". `experts`: the prefix of the experts' names if the
-// matrices lie in the room behind those experts; else "".
+// matrices are in the room after those experts; else "".
 template <class Weights, class Visitor>
 void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, const std::string& experts,
                        int64_t hidden, Weights& weights, Visitor& visit) {
@@ -347,7 +347,7 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
   const auto norm = [&](auto& vector, std::string name, int64_t size) {
     visit.vector(vector, VectorKind::kNorm, {{std::move(name), size}});
   };
-  // fc and fc_hidden multiply embeddings and streams, which elsewhere are side by side.
+  // fc and fc_hidden multiply embeddings and streams, which other kinds concatenate.
   const bool has_fc_hidden = config.streams.count > 1 && !drafter.averages_streams();
   const int64_t fc_width = has_fc_hidden ? config.hidden : drafter.fc_width();
   const std::vector<WeightPart> fc = {{"fc", config.hidden}};

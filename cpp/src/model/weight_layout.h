@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The layout of a decoder's weights in their arena, tensor by tensor. This file knows no values.
+// The layout of a decoder's weights in their arena, tensor by tensor, without their values.
 
 #include <array>
 #include <cstddef>
@@ -28,7 +28,7 @@ inline constexpr int64_t kWeightAlignment = 64;  // bytes, of every region of th
 // The values that fill_dummy gives a weight.
 enum class DummyKind : uint8_t { kNormal, kNeutralNorm, kOne, kZero, kSpreadIds, kCycledIds };
 
-// How the elements of a tensor lie in the arena.
+// How the elements of a tensor are stored in the arena.
 enum class WeightKind : uint8_t {
   kNumbers,      // row-major, converted to `dtype`
   kIds,          // of tokens or experts
@@ -95,7 +95,7 @@ class Carver final {
   [[nodiscard]] std::vector<NamedWeight> take_named_weights() { return std::move(named_weights_); }
 
  private:
-  // Begins a region, behind all others or at `begin`. Its address is null without a base.
+  // Begins a region, after all others or at `begin`. Its address is null without a base.
   const std::byte* open();
   const std::byte* open_at(int64_t begin);
   // Ends the region at `bytes`, where what is in it is packed or room follows it.
@@ -123,7 +123,7 @@ class Carver final {
   std::byte* base_;
   int64_t bytes_ = 0;
   int64_t region_ = 0;  // where the last region begins
-  // Where the room behind the experts' matrices begins; the key is the experts' name.
+  // Where the room after the experts' matrices begins; the key is the experts' name.
   struct Room {
     int64_t data = 0;
     int64_t scales = 0;

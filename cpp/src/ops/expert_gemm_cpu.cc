@@ -57,8 +57,8 @@ void expert_gemm(CpuContext& ctx, const ExpertGemmParams& p) {
     }
     return;
   }
-  // All grains (kGemmGrain columns of an expert) lie on a line, expert after expert, each as long
-  // as its cost. A piece of the line takes the grains that begin in it.
+  // The grains (kGemmGrain columns of an expert) are intervals, expert after expert, each as long
+  // as its cost. A piece of the whole takes the grains that begin in it.
   const int64_t num_grains = (n + kGemmGrain - 1) / kGemmGrain;
   const auto grain_cost = [](int64_t rows) { return rows > 0 ? rows + kRowsPerRead : 0; };
   int64_t cost = 0;

@@ -37,7 +37,7 @@ void choose_experts(const float* scores, const ExpertGroups& groups, int32_t num
     for (int32_t e = begin; e < begin + groups.size; ++e) {
       const float score =
           std::isnan(scores[e]) ? -std::numeric_limits<float>::infinity() : scores[e];
-      // Experts come in ascending order, so one that equals another stays behind it.
+      // Experts come in ascending order, so of equal scores the first one stays first.
       if (num_chosen == top_k && !(score > chosen[top_k - 1])) continue;
       int32_t place = num_chosen < top_k ? num_chosen++ : top_k - 1;
       for (; place > 0 && score > chosen[place - 1]; --place) {

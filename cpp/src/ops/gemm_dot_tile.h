@@ -30,7 +30,7 @@ namespace paceline {
   return has_dot;
 }
 
-// Converts a row of x to bfloat16, padded with zeros behind K up to a multiple of 32.
+// Converts a row of x to bfloat16, padded with zeros after K up to a multiple of 32.
 [[PACELINE_DOT_TARGET, gnu::noinline]] inline void pack_row(const float* x, int32_t k,
                                                             int32_t padded_k, uint16_t* packed) {
   for (int32_t offset = 0; offset < padded_k; offset += 16) {

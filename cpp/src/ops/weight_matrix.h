@@ -23,12 +23,12 @@ enum class WeightFormat : uint8_t {
   kMxfp4,
 };
 
-// Where the elements lie.
+// The order of the elements in memory.
 enum class WeightLayout : uint8_t {
   kRowMajor,
   // kFp8 and kMxfp4, as the bfloat16 products of a GPU read them: in tiles of kPackedRows rows and
-  // kPackedColumns columns, padded with zeros, those of the same rows one after the other. So lie
-  // the scales of kMxfp4; those of kFp8 stay row-major.
+  // kPackedColumns columns, padded with zeros, tiles of the same rows one after the other. The
+  // scales of kMxfp4 are packed in the same way; those of kFp8 stay row-major.
   kPacked,
 };
 

@@ -18,7 +18,7 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// Where hidden states of the target are kept for tokens that the drafter has missed: behind the
+// Where hidden states of the target are kept for tokens that the drafter has missed: after the
 // rows of the verify pass, in the same memory. The state of a position is in row first_row +
 // seq_slot * num_tokens + position % num_tokens, until a later position takes its place.
 struct KeptHidden {

@@ -75,7 +75,7 @@ def markov_rank(top: Section) -> int:
 
 
 def default_num_drafts(top: Section) -> int:
-    """The drafts of a whole block, or as many as an engine makes.
+    """The number of drafts of a whole block, at most the largest k of an engine.
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
@@ -96,7 +96,7 @@ def read_size(top: Section, block: Section) -> int:
 
 
 def read_mask_token(top: Section, block: Section, vocab_size: int) -> int:
-    """The token id of the rows behind the newest token.
+    """The token id of the rows after the newest token.
 
     Raises:
         ModelFileError: The key is missing or has a wrong value.

@@ -191,7 +191,7 @@ def describe_block(
 def _embed_scale(
     top: Section, block: Section, its: BlockLayers, target: Target, notes: list[str]
 ) -> float:
-    """The factor on the embeddings of a block's rows, which is a matter of the layout.
+    """The factor on the embeddings of a block's rows, which depends on the layout.
 
     In the files of `speculators` and of deepseek-ai's class for Qwen3, drafters were trained on
     rows of the table as they are. Gemma 4's own layers were trained with its factor, and those of

@@ -36,7 +36,7 @@ from .section import Section
 from .tensor_source import TensorSource, WeightMap, Weights
 
 _STAGE: Final = "mtp."
-#: Tensors of the confidence head, which ends a draft early and is not used yet.
+#: Tensors of the confidence head, which is not used yet.
 _CONFIDENCE: Final = "confidence_head."
 
 

@@ -116,8 +116,8 @@ def stated_num_drafts(folder: CheckpointFolder) -> int | None:
     """The number of drafts that a drafter's folder states; None: it states none.
 
     Folders of `paceline convert` and of the `speculators` package state it. For the folder of
-    another block drafter, it is the number of drafts of a whole block, as far as an engine makes
-    so many.
+    another block drafter, it is the number of drafts of a whole block, at most the largest
+    k of an engine.
 
     Raises:
         ModelNotFoundError: The folder or its configuration is missing.
