@@ -36,8 +36,10 @@ def main() -> None:
                     print(f"--- log-probability {completion.cumulative_logprob:.3f}")
             speculation = output.metrics.speculative_decoding
             if speculation is not None:
+                # None if no draft was verified: the engine drafts only where that is faster.
                 length = speculation["mean_acceptance_length"]
-                print(f"--- {length:.2f} tokens an iteration" if length else "--- no drafts")
+                if length is not None:
+                    print(f"--- {length:.2f} tokens per iteration with drafts")
 
 
 if __name__ == "__main__":

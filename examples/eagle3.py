@@ -32,7 +32,7 @@ def main() -> None:
         speculation = other.metrics.speculative_decoding
         assert speculation is not None
         print(f"{other.prompt!r}: the tokens of plain decoding, ", end="")
-        print(f"{speculation['mean_acceptance_length']:.2f} tokens an iteration")
+        print(f"{speculation['mean_acceptance_length']:.2f} tokens per iteration")
         for position, rate in enumerate(speculation["acceptance_per_position"], 1):
             print(f"  draft {position}: " + ("never verified" if rate is None else f"{rate:.0%}"))
 

@@ -42,7 +42,7 @@ def main() -> None:
     print(CODE + output.outputs[0].text)
     speculation = output.metrics.speculative_decoding
     assert speculation is not None
-    print(f"--- {speculation['mean_acceptance_length']:.2f} tokens an iteration")
+    print(f"--- {speculation['mean_acceptance_length']:.2f} tokens per iteration")
 
 
 if __name__ == "__main__":

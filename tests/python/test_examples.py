@@ -16,7 +16,7 @@ PRINTED = {
     "batch.py": "--- log-probability",
     "chat.py": "assistant> ",
     "eagle3.py": "the tokens of plain decoding",
-    "ngram_edit.py": "tokens an iteration",
+    "ngram_edit.py": "tokens per iteration",
     "stream.py": "--- first token after",
     "torch_weights.py": "largest difference from torch: ",
 }
