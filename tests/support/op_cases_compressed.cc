@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "ops/compressed.h"
+#include "support/rope_arrays.h"
 #include "support/row_arrays.h"
 #include "support/row_values.h"
 #include "support/store_arrays.h"
@@ -24,51 +25,6 @@ constexpr int32_t kOffset = 1;
 // A number of a row in [0, count).
 int32_t number_of(uint64_t seed, uint64_t purpose, int64_t id, int32_t count) {
   return Stream(seed, purpose, static_cast<uint64_t>(id)).below(count);
-}
-
-// The arrays of a rotary embedding.
-struct RopeArrays {
-  RopeArrays(OpInstance& op, int32_t width, bool are_pairs, uint64_t seed, const Rows& rows)
-      : is_interleaved(are_pairs) {
-    positions = op.add(row_ints<int32_t>("positions", rows, [&](int64_t id) -> int32_t {
-      if (id < 2) return id == 0 ? 0 : kMaxPositions - 1;
-      return is_inert(id) ? 0 : number_of(seed, kIndex, id, kMaxPositions);
-    }));
-    const auto table = [&](const char* name, bool is_sin) {
-      const int64_t half = width / 2;
-      OpArray angles = float_array(
-          name, Element::kF32, Element::kF32, (kMaxPositions + kOffset) * half, [=](float* to) {
-            for (int64_t position = 0; position < kMaxPositions + kOffset; ++position) {
-              for (int64_t i = 0; i < half; ++i) {
-                const double exponent = -static_cast<double>(i) / static_cast<double>(half);
-                const double angle = static_cast<double>(position) * std::pow(10000.0, exponent);
-                *to++ = static_cast<float>(is_sin ? std::sin(angle) : std::cos(angle));
-              }
-            }
-          });
-      angles.is_constant = true;
-      return op.add(std::move(angles));
-    };
-    cos = table("cos", false);
-    sin = table("sin", true);
-  }
-  [[nodiscard]] LatentRope at(const Addresses& at) const {
-    return {.positions = at.get<int32_t>(positions),
-            .cos = at.get<float>(cos),
-            .sin = at.get<float>(sin),
-            .position_offset = kOffset,
-            .is_interleaved = is_interleaved};
-  }
-
-  bool is_interleaved;
-  Handle positions;
-  Handle cos;
-  Handle sin;
-};
-
-Handle add_slots(OpInstance& op, const char* name, const Rows& rows, int32_t block_size) {
-  return op.add(row_ints<int64_t>(
-      name, rows, [&](int64_t id) -> int64_t { return is_inert(id) ? 0 : block_size + id; }));
 }
 
 // The sequences of rows whose sequences do not matter otherwise.
@@ -118,11 +74,9 @@ OpInstance make_append_window_entries(const WindowEntrySpec& s, const Rows& rows
   const Element element = element_of(s.dtype);
   const int64_t width = s.q_width + s.head_dim;
   const Handle num_rows = add_num_rows(op, rows);
-  OpArray fused = normal_rows("qkv_a", element, rows, width, width, seed, kX,
-                              /*varies_in_scale=*/true);
-  fused.role = Role::kInOut;
-  const Handle qkv_a = op.add(std::move(fused));
-  const RopeArrays rope(op, s.rope_head_dim, s.is_interleaved, seed, rows);
+  const Handle qkv_a = op.add(normal_rows("qkv_a", element, rows, width, width, seed, kX,
+                                          /*varies_in_scale=*/true, Role::kInOut));
+  const RopeArrays rope(op, rows, seed, s.rope_head_dim, kMaxPositions, kOffset);
   const Handle slots = add_slots(op, "slot_mapping", rows, s.block_size);
   const Handle q_norm = op.add(normal_constant("q_norm", Element::kF32, s.q_width, seed, kWeight));
   const Handle entry_norm =
@@ -139,7 +93,7 @@ OpInstance make_append_window_entries(const WindowEntrySpec& s, const Rows& rows
                                                          .entry_norm = at.get<float>(entry_norm),
                                                          .norm_weight_offset = 1.0f,
                                                          .norm_eps = 1e-6f,
-                                                         .rope = rope.at(at),
+                                                         .rope = rope.at(at, s.is_interleaved),
                                                          .entries = entries.view(at),
                                                          .head_dim = s.head_dim,
                                                          .rope_head_dim = s.rope_head_dim,
@@ -152,11 +106,9 @@ OpInstance make_rotate_heads(const WindowEntrySpec& s, const Rows& rows, uint64_
   OpInstance op;
   const int64_t width = int64_t{s.num_heads} * s.head_dim;
   const Handle num_rows = add_num_rows(op, rows);
-  OpArray heads = normal_rows("x", element_of(s.dtype), rows, width, width, seed, kX,
-                              /*varies_in_scale=*/true);
-  heads.role = Role::kInOut;
-  const Handle x = op.add(std::move(heads));
-  const RopeArrays rope(op, s.rope_head_dim, s.is_interleaved, seed, rows);
+  const Handle x = op.add(normal_rows("x", element_of(s.dtype), rows, width, width, seed, kX,
+                                      /*varies_in_scale=*/true, Role::kInOut));
+  const RopeArrays rope(op, rows, seed, s.rope_head_dim, kMaxPositions, kOffset);
   const int32_t max_rows = rows.max_rows;
   op.set_run([=](auto& ctx, const Addresses& at) {
     rotate_heads(ctx, RotateHeadsParams{.num_rows = at.get<int32_t>(num_rows),
@@ -164,7 +116,7 @@ OpInstance make_rotate_heads(const WindowEntrySpec& s, const Rows& rows, uint64_
                                         .x = at.raw(x),
                                         .has_norm = s.has_norm,
                                         .norm_eps = 1e-6f,
-                                        .rope = rope.at(at),
+                                        .rope = rope.at(at, s.is_interleaved),
                                         .is_inverse = s.is_inverse,
                                         .num_heads = s.num_heads,
                                         .head_dim = s.head_dim,
@@ -202,7 +154,7 @@ OpInstance make_compress(const CompressSpec& s, const Rows& rows, uint64_t seed)
   const int32_t used_width = 2 * parts * (s.dim + s.index_dim);
   const int32_t tail_width = (used_width + 3) / 4 * 4 + 4;
   const Handle num_rows = add_num_rows(op, rows);
-  RopeArrays rope(op, s.rope_head_dim, s.is_interleaved, seed, rows);
+  RopeArrays rope(op, rows, seed, s.rope_head_dim, kMaxPositions, kOffset);
   // Most rows complete an entry; some of them the first one, which has no entry before it.
   const auto position_of = [=](int64_t id) -> int32_t {
     if (is_inert(id)) return 0;
@@ -257,7 +209,7 @@ OpInstance make_compress(const CompressSpec& s, const Rows& rows, uint64_t seed)
                                  .num_compressors = has_index ? 2 : 1,
                                  .norm_weight_offset = 1.0f,
                                  .norm_eps = 1e-6f,
-                                 .rope = rope.at(at),
+                                 .rope = rope.at(at, s.is_interleaved),
                                  .rope_head_dim = s.rope_head_dim});
   });
   return op;

@@ -4,16 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
-#include <numeric>
-#include <type_traits>
 
-#include "base/philox.h"
 #include "support/op_cases.h"
 #include "support/op_weights.h"
+#include "support/rope_arrays.h"
 #include "support/row_arrays.h"
 #include "support/row_values.h"
+#include "support/store_arrays.h"
 
 namespace paceline::testing {
 
@@ -23,82 +20,40 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   const Element element = element_of(s.dtype);
   const int64_t width =
       int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
-  const int64_t half = s.head_dim / 2;
-  const int64_t num_positions = kMaxPositions + s.position_offset;  // of the tables
-  const auto is_inert = [](int64_t id) { return id % 13 == 6; };
-  // Every row has its own KV slot, past the null block.
-  const int32_t num_blocks =
-      1 + (static_cast<int32_t>(kMaxRowId) + s.block_size - 1) / s.block_size;
   const int64_t part = int64_t{s.block_size} * s.num_kv_heads * s.head_dim;
-  const int64_t gap = 64;  // elements before, between and after K and V: other layers'
-  const int64_t block = 2 * part + 3 * gap;
+  const int64_t block = 2 * part + 3 * kGap;  // gaps before, between and after K and V
 
   const Handle num_rows = add_num_rows(op, rows);
-  OpArray fused = normal_rows("qkv", element, rows, width, width, seed, kX,
-                              /*varies_in_scale=*/s.has_norms);
-  fused.role = Role::kInOut;
-  const Handle qkv = op.add(std::move(fused));
-  const Handle positions = op.add(row_ints<int32_t>("positions", rows, [&](int64_t id) -> int32_t {
-    if (id < 2) return id == 0 ? 0 : kMaxPositions - 1;
-    return is_inert(id) ? 0 : static_cast<int32_t>(id_hash(seed, id) % kMaxPositions);
-  }));
-  const auto slot_of = [&](int64_t id) -> int64_t { return is_inert(id) ? 0 : s.block_size + id; };
-  const Handle slots = s.kv_inputs == KvInputs::kNone
-                           ? kNoArray
-                           : op.add(row_ints<int64_t>("slot_mapping", rows, slot_of));
+  const Handle qkv = op.add(normal_rows("qkv", element, rows, width, width, seed, kX,
+                                        /*varies_in_scale=*/s.has_norms, Role::kInOut));
+  const RopeArrays rope(op, rows, seed, s.head_dim, kMaxPositions, s.position_offset);
+  const Handle slots =
+      s.kv_inputs == KvInputs::kNone ? kNoArray : add_slots(op, "slot_mapping", rows, s.block_size);
   Handle q_norm = kNoArray;
   Handle k_norm = kNoArray;
   if (s.has_norms) {
     q_norm = op.add(normal_constant("q_norm", Element::kF32, s.head_dim, seed, kWeight));
     k_norm = op.add(normal_constant("k_norm", Element::kF32, s.head_dim, seed, kXWeight));
   }
-  const auto table = [=](bool is_sin) {
-    return [=](float* to) {
-      for (int64_t position = 0; position < num_positions; ++position) {
-        for (int64_t i = 0; i < half; ++i) {
-          const double exponent = -static_cast<double>(i) / static_cast<double>(half);
-          const double angle = static_cast<double>(position) * std::pow(10000.0, exponent);
-          *to++ = static_cast<float>(is_sin ? std::sin(angle) : std::cos(angle));
-        }
-      }
-    };
-  };
-  const auto add_table = [&](const char* name, bool is_sin) {
-    OpArray angles =
-        float_array(name, Element::kF32, Element::kF32, num_positions * half, table(is_sin));
-    angles.is_constant = true;
-    return op.add(std::move(angles));
-  };
-  const Handle cos = add_table("cos", false);
-  const Handle sin = add_table("sin", true);
-  const int64_t pool_count = num_blocks * block;
-  OpArray kv = float_array("pool", element, element, pool_count,
-                           [=](float* to) { std::fill_n(to, pool_count, kNan); });
-  kv.role = Role::kInOut;
-  kv.num_ignored = block;
-  if (s.block_size == 1) {  // a row of the pool is the slot of one row
-    kv.row_length = block;
-    for (const int64_t id : rows.ids) kv.row_at.push_back(is_inert(id) ? 0 : id + 1);
-  }
-  const Handle pool = op.add(std::move(kv));
+  const Handle pool = add_written_pool(op, "pool", element, block, s.block_size, rows);
   const int32_t max_rows = rows.max_rows;
   op.set_run([=](auto& ctx, const Addresses& at) {
     const int64_t bytes = element_bytes(element);
     qk_norm_rope_append(ctx, QkNormRopeAppendParams{.num_rows = at.get<int32_t>(num_rows),
                                                     .max_rows = max_rows,
                                                     .qkv = at.raw(qkv),
-                                                    .positions = at.get<int32_t>(positions),
+                                                    .positions = at.get<int32_t>(rope.positions),
                                                     .slot_mapping = at.get<int64_t>(slots),
                                                     .q_norm = at.get<float>(q_norm),
                                                     .k_norm = at.get<float>(k_norm),
                                                     .norm_weight_offset = 1.0f,
                                                     .norm_eps = 1e-6f,
-                                                    .rope_cos = at.get<float>(cos),
-                                                    .rope_sin = at.get<float>(sin),
+                                                    .rope_cos = at.get<float>(rope.cos),
+                                                    .rope_sin = at.get<float>(rope.sin),
                                                     .kv = {.base = at.raw(pool),
                                                            .block_bytes = block * bytes,
-                                                           .k_offset = gap * bytes,
-                                                           .v_offset = (2 * gap + part) * bytes,
+                                                           .k_offset = kGap * bytes,
+                                                           .v_offset = (2 * kGap + part) * bytes,
                                                            .block_size = s.block_size,
                                                            .dtype = s.dtype},
                                                     .num_qo_heads = s.num_qo_heads,

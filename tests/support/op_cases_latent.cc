@@ -5,59 +5,20 @@
 
 #include "support/op_cases_latent.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "ops/latent.h"
 #include "support/op_case_table.h"
+#include "support/rope_arrays.h"
 #include "support/row_arrays.h"
 #include "support/row_values.h"
+#include "support/store_arrays.h"
 
 namespace paceline::testing {
 namespace {
 
 constexpr int32_t kMaxPositions = 777;
 constexpr int32_t kOffset = 1;
-
-bool is_inert(int64_t id) { return id % 13 == 6; }
-
-// The arrays of a rotary embedding.
-struct RopeArrays {
-  Handle positions;
-  Handle cos;
-  Handle sin;
-
-  [[nodiscard]] LatentRope at(const Addresses& addresses, const LatentSpec& s) const {
-    return {.positions = addresses.get<int32_t>(positions),
-            .cos = addresses.get<float>(cos),
-            .sin = addresses.get<float>(sin),
-            .position_offset = kOffset,
-            .is_interleaved = s.is_interleaved};
-  }
-};
-
-RopeArrays add_rope(OpInstance& op, const LatentSpec& s, const Rows& rows, uint64_t seed) {
-  const auto table = [&](const char* name, bool is_sin) {
-    const int64_t half = s.qk_rope_head_dim / 2;
-    OpArray angles = float_array(
-        name, Element::kF32, Element::kF32, (kMaxPositions + kOffset) * half, [=](float* to) {
-          for (int64_t position = 0; position < kMaxPositions + kOffset; ++position) {
-            for (int64_t i = 0; i < half; ++i) {
-              const double exponent = -static_cast<double>(i) / static_cast<double>(half);
-              const double angle = static_cast<double>(position) * std::pow(10000.0, exponent);
-              *to++ = static_cast<float>(is_sin ? std::sin(angle) : std::cos(angle));
-            }
-          }
-        });
-    angles.is_constant = true;
-    return op.add(std::move(angles));
-  };
-  const Handle positions = op.add(row_ints<int32_t>("positions", rows, [&](int64_t id) -> int32_t {
-    if (id < 2) return id == 0 ? 0 : kMaxPositions - 1;
-    return is_inert(id) ? 0 : static_cast<int32_t>(id_hash(seed, id) % kMaxPositions);
-  }));
-  return {.positions = positions, .cos = table("cos", false), .sin = table("sin", true)};
-}
 
 Handle add_kv_b(OpInstance& op, const LatentSpec& s, uint64_t seed) {
   const int64_t rows = int64_t{s.num_heads} * (s.qk_nope_head_dim + s.v_head_dim);
@@ -80,38 +41,19 @@ OpInstance make_append_latents(const LatentSpec& s, const Rows& rows, uint64_t s
   const Element element = element_of(s.dtype);
   const int64_t entry = s.kv_lora_rank + s.qk_rope_head_dim;
   const int64_t width = s.q_width + entry;
-  // Every row has its own slot, past the null block.
-  const int32_t num_blocks =
-      1 + (static_cast<int32_t>(kMaxRowId) + s.block_size - 1) / s.block_size;
-  const int64_t gap = 64;  // elements before and after the entries: other layers'
-  const int64_t block = s.block_size * entry + 2 * gap;
   const Handle num_rows = add_num_rows(op, rows);
-  OpArray fused = normal_rows("qkv_a", element, rows, width, width, seed, kX,
-                              /*varies_in_scale=*/true);
-  fused.role = Role::kInOut;
-  const Handle qkv_a = op.add(std::move(fused));
-  const RopeArrays rope = add_rope(op, s, rows, seed);
-  const Handle slots = op.add(row_ints<int64_t>("slot_mapping", rows, [&](int64_t id) -> int64_t {
-    return is_inert(id) ? 0 : s.block_size + id;
-  }));
+  const Handle qkv_a = op.add(normal_rows("qkv_a", element, rows, width, width, seed, kX,
+                                          /*varies_in_scale=*/true, Role::kInOut));
+  const RopeArrays rope(op, rows, seed, s.qk_rope_head_dim, kMaxPositions, kOffset);
+  const Handle slots = add_slots(op, "slot_mapping", rows, s.block_size);
   const Handle q_norm =
       s.has_q_norm ? op.add(normal_constant("q_norm", Element::kF32, s.q_width, seed, kWeight))
                    : kNoArray;
   const Handle latent_norm =
       op.add(normal_constant("latent_norm", Element::kF32, s.kv_lora_rank, seed, kXWeight));
-  const int64_t pool_count = num_blocks * block;
-  OpArray entries = float_array("pool", element, element, pool_count,
-                                [=](float* to) { std::fill_n(to, pool_count, kNan); });
-  entries.role = Role::kInOut;
-  entries.num_ignored = block;
-  if (s.block_size == 1) {  // a row of the pool is the slot of one row
-    entries.row_length = block;
-    for (const int64_t id : rows.ids) entries.row_at.push_back(is_inert(id) ? 0 : id + 1);
-  }
-  const Handle pool = op.add(std::move(entries));
+  const WrittenStore entries(op, "pool", element, entry, s.block_size, rows);
   const int32_t max_rows = rows.max_rows;
   op.set_run([=](auto& ctx, const Addresses& at) {
-    const int64_t bytes = element_bytes(element);
     append_latents(ctx, AppendLatentsParams{.num_rows = at.get<int32_t>(num_rows),
                                             .max_rows = max_rows,
                                             .qkv_a = at.raw(qkv_a),
@@ -121,13 +63,8 @@ OpInstance make_append_latents(const LatentSpec& s, const Rows& rows, uint64_t s
                                             .latent_norm = at.get<float>(latent_norm),
                                             .norm_weight_offset = 1.0f,
                                             .norm_eps = 1e-6f,
-                                            .rope = rope.at(at, s),
-                                            .entries = {.base = at.raw(pool),
-                                                        .block_bytes = block * bytes,
-                                                        .k_offset = gap * bytes,
-                                                        .v_offset = gap * bytes,
-                                                        .block_size = s.block_size,
-                                                        .dtype = s.dtype},
+                                            .rope = rope.at(at, s.is_interleaved),
+                                            .entries = entries.view(at),
                                             .kv_lora_rank = s.kv_lora_rank,
                                             .qk_rope_head_dim = s.qk_rope_head_dim,
                                             .dtype = activation_dtype(ctx, s.dtype)});
@@ -143,7 +80,7 @@ OpInstance make_absorb_queries(const LatentSpec& s, const Rows& rows, uint64_t s
   const int64_t y_width = int64_t{s.num_heads} * (s.kv_lora_rank + s.qk_rope_head_dim);
   const Handle num_rows = add_num_rows(op, rows);
   const Handle q = op.add(normal_rows("q", element, rows, width, stride, seed, kX));
-  const RopeArrays rope = add_rope(op, s, rows, seed);
+  const RopeArrays rope(op, rows, seed, s.qk_rope_head_dim, kMaxPositions, kOffset);
   const Handle kv_b = add_kv_b(op, s, seed);
   const int32_t max_rows = rows.max_rows;
   const Handle y = op.add(output_array("y", Element::kF32, element, max_rows * y_width, y_width));
@@ -153,7 +90,7 @@ OpInstance make_absorb_queries(const LatentSpec& s, const Rows& rows, uint64_t s
                                             .q = at.raw(q),
                                             .q_stride = stride,
                                             .heads = heads_at(at, kv_b, s),
-                                            .rope = rope.at(at, s),
+                                            .rope = rope.at(at, s.is_interleaved),
                                             .y = at.raw(y),
                                             .qk_rope_head_dim = s.qk_rope_head_dim,
                                             .dtype = activation_dtype(ctx, s.dtype)});

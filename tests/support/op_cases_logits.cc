@@ -41,7 +41,6 @@ bool is_inert(int64_t id) { return id % 17 == 9; }
 void compare_by_case(OpInstance& op, Handle logits) {
   const auto which = static_cast<size_t>(logits);
   OpArray& array = op.arrays[which];
-  array.role = Role::kInOut;
   array.compare = Compare::kByCase;
   op.check = [which, count = array.count, row_length = array.row_length](
                  const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t*) -> std::string {
@@ -133,12 +132,12 @@ OpInstance make_adjust(const AdjustSpec& s, const Rows& rows, uint64_t seed) {
   const int64_t stride = s.vocab_size + s.padding;
   const int32_t max_rows = rows.max_rows;
   const Handle num_rows = add_num_rows(op, rows);
-  const Handle logits = op.add(
-      row_array("logits", Element::kF32, Element::kF32, rows, stride, [=](int64_t id, float* to) {
-        fill_logits(id % 3 == 1 ? LogitKind::kHoles : LogitKind::kPlain, s.vocab_size, id, seed,
-                    to);
-        std::fill_n(to + s.vocab_size, s.padding, 1.0f);
-      }));
+  const auto values = [=](int64_t id, float* to) {
+    fill_logits(id % 3 == 1 ? LogitKind::kHoles : LogitKind::kPlain, s.vocab_size, id, seed, to);
+    std::fill_n(to + s.vocab_size, s.padding, 1.0f);
+  };
+  const Handle logits =
+      op.add(row_array("logits", Element::kF32, Element::kF32, rows, stride, values, Role::kInOut));
   const auto num_slots = static_cast<size_t>(max_rows) + 1;
   SamplingArrays arrays(max_rows + 1, s.vocab_size);
   std::vector<int32_t> known_len(num_slots, 1);
@@ -255,15 +254,15 @@ OpInstance make_truncate(const TruncateSpec& s, const Rows& rows, uint64_t seed)
   const int64_t stride = s.vocab_limit + s.padding;
   const int32_t max_rows = rows.max_rows;
   const Handle num_rows = add_num_rows(op, rows);
-  const auto logit_rows = [&](const char* name) {
-    return op.add(
-        row_array(name, Element::kF32, Element::kF32, rows, stride, [=](int64_t id, float* to) {
-          fill_logits(s.logits, s.vocab_limit, id, seed, to);
-          std::fill_n(to + s.vocab_limit, s.padding, std::numeric_limits<float>::infinity());
-        }));
+  const auto values = [=](int64_t id, float* to) {
+    fill_logits(s.logits, s.vocab_limit, id, seed, to);
+    std::fill_n(to + s.vocab_limit, s.padding, std::numeric_limits<float>::infinity());
   };
-  const Handle logits = logit_rows("logits");
-  const Handle original = s.copies_logits ? logit_rows("original") : kNoArray;
+  const auto logit_rows = [&](const char* name, Role role) {
+    return op.add(row_array(name, Element::kF32, Element::kF32, rows, stride, values, role));
+  };
+  const Handle logits = logit_rows("logits", Role::kInOut);
+  const Handle original = s.copies_logits ? logit_rows("original", Role::kInput) : kNoArray;
   SamplingArrays arrays(max_rows + 1, /*vocab_size=*/1);
   const std::vector<int32_t> slots = slots_of(rows);
   // Row i belongs to pass row 2 (max - 1 - i); what is not computed to the first, which is live.

@@ -86,9 +86,8 @@ OpInstance make_advance_markov(const MarkovSpec& s, const Rows& rows, uint64_t s
   const int32_t max_rows = rows.max_rows;
   const Handle num_rows = add_num_rows(op, rows);
   const Handle mix = add_mix(op, rows, 3 * s.rank, seed);
-  OpArray before = normal_rows("state", Element::kF32, rows, s.rank, s.rank, seed, kX);
-  before.role = Role::kInOut;
-  const Handle state = op.add(std::move(before));
+  const Handle state = op.add(normal_rows("state", Element::kF32, rows, s.rank, s.rank, seed, kX,
+                                          /*varies_in_scale=*/false, Role::kInOut));
   const Handle y = add_output(op, s, rows, s.rank);
   op.set_run([=](auto& ctx, const Addresses& at) {
     advance_markov(ctx, AdvanceMarkovParams{.num_rows = at.get<int32_t>(num_rows),

@@ -181,10 +181,10 @@ struct CombineArrays {
     OpArray out =
         output_array("y", Element::kF32, element, int64_t{rows.max_rows} * s.hidden, s.hidden);
     if (s.has_base) {
-      out = row_array("y", Element::kF32, element, rows, s.hidden, [=](int64_t id, float* to) {
+      const auto base = [=](int64_t id, float* to) {
         Stream(seed, kExpertBase, static_cast<uint64_t>(id)).fill(to, spec.hidden);
-      });
-      out.role = Role::kInOut;
+      };
+      out = row_array("y", Element::kF32, element, rows, s.hidden, base, Role::kInOut);
     }
     out.compare = Compare::kByCase;
     y = op.add(out);
@@ -372,11 +372,11 @@ OpInstance make_combine(const CombineSpec& s, const Rows& rows, uint64_t seed) {
 OpInstance make_combine_and_norm(const CombineSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const CombineArrays arrays(op, s, rows, seed);
-  OpArray sum = row_array(
-      "residual", Element::kF32, Element::kF32, rows, s.hidden, [=](int64_t id, float* to) {
-        Stream(seed, kExpertResidual, static_cast<uint64_t>(id)).fill(to, s.hidden);
-      });
-  sum.role = Role::kInOut;
+  const auto before = [=](int64_t id, float* to) {
+    Stream(seed, kExpertResidual, static_cast<uint64_t>(id)).fill(to, s.hidden);
+  };
+  OpArray sum =
+      row_array("residual", Element::kF32, Element::kF32, rows, s.hidden, before, Role::kInOut);
   OpArray out = output_array("normed", Element::kF32, element_of(s.dtype),
                              int64_t{rows.max_rows} * s.hidden, s.hidden);
   sum.rms_bound = out.rms_bound;  // what is added to it has been rounded

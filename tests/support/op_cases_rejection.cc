@@ -263,12 +263,12 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
   const auto claimed = static_cast<int32_t>(rows.ids.size());
   const Handle num_logit_rows =
       op.add(int_array<int32_t>("num_logit_rows", Role::kInput, {claimed * width}));
+  const auto values = [=](int64_t id, float* to) {
+    const std::vector<float> targets = window_of(s, id, seed).targets;
+    std::copy(targets.begin(), targets.end(), to);
+  };
   const Handle logits = op.add(row_array("logits", Element::kF32, Element::kF32, rows,
-                                         width * s.vocab_size, [=](int64_t id, float* to) {
-                                           const std::vector<float> targets =
-                                               window_of(s, id, seed).targets;
-                                           std::copy(targets.begin(), targets.end(), to);
-                                         }));
+                                         width * s.vocab_size, values, Role::kInOut));
   std::vector<int32_t> kinds(size, 0);
   std::vector<int32_t> logit_indptr(size + 1);
   std::vector<int32_t> verify_indptr(size + 1);
@@ -374,7 +374,6 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
                                      .max_seqs = max_rows});
   });
   const auto updated = static_cast<size_t>(logits);
-  op.arrays[updated].role = Role::kInOut;
   op.arrays[updated].compare = Compare::kByCase;
   op.check = [updated, weighed = static_cast<size_t>(highest),
               array = op.arrays[static_cast<size_t>(highest)], row_length = s.vocab_size](

@@ -94,17 +94,14 @@ OpInstance make_rms_norm(const RmsNormSpec& s, const Rows& rows, uint64_t seed) 
   const int64_t x_stride = s.hidden + s.x_padding;
   const int64_t y_stride = is_in_place ? x_stride : s.hidden + s.y_padding;
   const Handle num_rows = add_num_rows(op, rows);
-  OpArray in = normal_rows("x", element_of(s.x_dtype), rows, s.hidden, x_stride, seed, kX,
-                           /*varies_in_scale=*/true);
-  if (is_in_place) in.role = Role::kInOut;
-  const Handle x = op.add(std::move(in));
-  Handle residual = kNoArray;
-  if (has_residual) {
-    OpArray sum = normal_rows("residual", Element::kF32, rows, s.hidden, s.hidden, seed, kResidual,
-                              /*varies_in_scale=*/true);
-    sum.role = Role::kInOut;
-    residual = op.add(std::move(sum));
-  }
+  const Handle x =
+      op.add(normal_rows("x", element_of(s.x_dtype), rows, s.hidden, x_stride, seed, kX,
+                         /*varies_in_scale=*/true, is_in_place ? Role::kInOut : Role::kInput));
+  const Handle residual =
+      has_residual
+          ? op.add(normal_rows("residual", Element::kF32, rows, s.hidden, s.hidden, seed, kResidual,
+                               /*varies_in_scale=*/true, Role::kInOut))
+          : kNoArray;
   // Without y the weight is not read, and decoders give none.
   const Handle weight =
       has_y && !is_copy ? op.add(normal_constant("weight", Element::kF32, s.hidden, seed, kWeight))
@@ -236,10 +233,8 @@ OpInstance make_per_layer(const PerLayerSpec& s, const Rows& rows, uint64_t seed
   OpInstance op;
   const int64_t width = int64_t{s.num_layers} * s.size;
   const Handle num_rows = add_num_rows(op, rows);
-  OpArray inout = normal_rows("x", element_of(s.dtype), rows, width, width, seed, kX,
-                              /*varies_in_scale=*/true);
-  inout.role = Role::kInOut;
-  const Handle x = op.add(std::move(inout));
+  const Handle x = op.add(normal_rows("x", element_of(s.dtype), rows, width, width, seed, kX,
+                                      /*varies_in_scale=*/true, Role::kInOut));
   const Handle tokens = op.add(row_ints<int32_t>("token_ids", rows, [&](int64_t id) -> int32_t {
     const int32_t edges[] = {0, kVocab - 1, kVocab, -1, kMinInt, kMaxInt};
     return id < 6 ? edges[id] : static_cast<int32_t>(id_hash(seed, id) % uint64_t{kVocab});
@@ -334,14 +329,13 @@ OpInstance make_copy(const CopySpec& s, const Rows& rows, uint64_t seed) {
 OpInstance make_soft_cap(const SoftCapSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Handle num_rows = add_num_rows(op, rows);
-  OpArray inout =
-      row_array("logits", Element::kF32, Element::kF32, rows, s.n, [=](int64_t id, float* to) {
-        Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, s.n, 40.0f);
-        const float edges[] = {-kInf, kInf, 0.0f, 1e-3f, -1e30f, 1e30f};
-        if (id < 6) to[s.n - 1] = edges[id];
-      });
-  inout.role = Role::kInOut;
-  const Handle logits = op.add(std::move(inout));
+  const auto values = [=](int64_t id, float* to) {
+    Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, s.n, 40.0f);
+    const float edges[] = {-kInf, kInf, 0.0f, 1e-3f, -1e30f, 1e30f};
+    if (id < 6) to[s.n - 1] = edges[id];
+  };
+  const Handle logits =
+      op.add(row_array("logits", Element::kF32, Element::kF32, rows, s.n, values, Role::kInOut));
   const int32_t max_rows = rows.max_rows;
   op.set_run([=](auto& ctx, const Addresses& at) {
     soft_cap(ctx, SoftCapParams{.num_rows = at.get<int32_t>(num_rows),

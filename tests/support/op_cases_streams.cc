@@ -21,23 +21,19 @@ namespace {
 Handle add_streams(OpInstance& op, const char* name, Role role, const StreamsSpec& s,
                    const Rows& rows, uint64_t seed) {
   const int64_t width = int64_t{s.num_streams} * s.hidden;
-  OpArray streams = normal_rows(name, Element::kF32, rows, width, width, seed, kX,
-                                /*varies_in_scale=*/true);
-  streams.role = role;
-  return op.add(std::move(streams));
+  return op.add(normal_rows(name, Element::kF32, rows, width, width, seed, kX,
+                            /*varies_in_scale=*/true, role));
 }
 
 // The mix of rows. It is positive, as that of mix_streams is, so that sums cancel no more than they
 // do in a model.
-Handle add_mix(OpInstance& op, const StreamsSpec& s, const Rows& rows, uint64_t seed) {
+Handle add_mix(OpInstance& op, Role role, const StreamsSpec& s, const Rows& rows, uint64_t seed) {
   const int32_t width = mix_width(s.num_streams, s.is_end);
-  return op.add(row_array("mix", Element::kF32, Element::kF32, rows, width,
-                          [width, seed](int64_t id, float* to) {
-                            Stream stream(seed, kScale, static_cast<uint64_t>(id));
-                            for (int32_t i = 0; i < width; ++i) {
-                              to[i] = 0.05f + std::fabs(stream.normal());
-                            }
-                          }));
+  const auto values = [width, seed](int64_t id, float* to) {
+    Stream stream(seed, kScale, static_cast<uint64_t>(id));
+    for (int32_t i = 0; i < width; ++i) to[i] = 0.05f + std::fabs(stream.normal());
+  };
+  return op.add(row_array("mix", Element::kF32, Element::kF32, rows, width, values, role));
 }
 
 }  // namespace
@@ -105,7 +101,7 @@ OpInstance make_read_streams(const StreamsSpec& s, const Rows& rows, uint64_t se
   const Element element = element_of(s.dtype);
   const Handle num_rows = add_num_rows(op, rows);
   const Handle x = add_streams(op, "x", Role::kInput, s, rows, seed);
-  const Handle mix = add_mix(op, s, rows, seed);
+  const Handle mix = add_mix(op, Role::kInput, s, rows, seed);
   const Handle weight = op.add(normal_constant("weight", Element::kF32, s.hidden, seed, kWeight));
   const int32_t max_rows = rows.max_rows;
   const Handle y =
@@ -131,7 +127,7 @@ OpInstance make_write_streams(const StreamsSpec& s, const Rows& rows, uint64_t s
   const Element element = element_of(s.dtype);
   const Handle num_rows = add_num_rows(op, rows);
   const Handle x = op.add(normal_rows("x", element, rows, s.hidden, s.hidden, seed, kUp));
-  const Handle mix = add_mix(op, s, rows, seed);
+  const Handle mix = add_mix(op, Role::kInput, s, rows, seed);
   const Handle y = add_streams(op, "y", Role::kInOut, s, rows, seed);
   const int32_t max_rows = rows.max_rows;
   op.set_run([=](auto& ctx, const Addresses& at) {
@@ -157,8 +153,7 @@ OpInstance make_join_streams(const StreamsSpec& s, const Rows& rows, uint64_t se
       s.adds ? op.add(normal_rows("branch", element, rows, s.hidden, s.hidden, seed, kUp))
              : kNoArray;
   const Handle x = add_streams(op, "x", s.adds ? Role::kInOut : Role::kInput, s, rows, seed);
-  const Handle mix = add_mix(op, s, rows, seed);
-  op.arrays[static_cast<size_t>(mix)].role = Role::kInOut;
+  const Handle mix = add_mix(op, Role::kInOut, s, rows, seed);
   const Handle weight = op.add(normal_constant("weight", Element::kF32, width * size, seed, kWeight,
                                                1.0f / std::sqrt(static_cast<float>(size))));
   const Handle base = op.add(normal_constant("base", Element::kF32, width, seed, kBias));

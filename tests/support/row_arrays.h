@@ -18,19 +18,28 @@ inline Handle add_num_rows(OpInstance& op, const Rows& rows) {
   return op.add(int_array<int32_t>("num_rows", Role::kInput, {rows.claimed}));
 }
 
-// A row-wise float array: NaN but for what `row_values(id, to)` writes of the rows that are
-// computed.
+// The identity whose values stand in rows that are not computed. It is none of the first ones,
+// which have values at the edges, and nowhere inert.
+inline constexpr int64_t kLeftRowId = 1000;
+
+// A row-wise float array with what `row_values(id, to)` writes of the rows that are computed. The
+// rest is NaN, which spreads if it is read. In an array that is updated in place NaN would stay NaN
+// if the op computed a row too many, so there the rest has values that change.
 template <class RowValues>
 OpArray row_array(std::string name, Element cpu, Element cuda, const Rows& rows, int64_t stride,
-                  const RowValues& row_values) {
+                  const RowValues& row_values, Role role = Role::kInput) {
   const int64_t count = rows.max_rows * stride;
-  OpArray array =
-      float_array(std::move(name), cpu, cuda, count, [rows, stride, count, row_values](float* to) {
-        std::fill_n(to, count, std::numeric_limits<float>::quiet_NaN());
-        for (size_t i = 0; i < rows.ids.size(); ++i) {
-          row_values(rows.ids[i], to + static_cast<int64_t>(i) * stride);
-        }
-      });
+  const bool is_updated = role == Role::kInOut;
+  const auto fill = [rows, stride, count, row_values, is_updated](float* to) {
+    std::fill_n(to, count, is_updated ? 0.75f : std::numeric_limits<float>::quiet_NaN());
+    const size_t num_filled = is_updated ? static_cast<size_t>(rows.max_rows) : rows.ids.size();
+    for (size_t i = 0; i < num_filled; ++i) {
+      row_values(i < rows.ids.size() ? rows.ids[i] : kLeftRowId,
+                 to + static_cast<int64_t>(i) * stride);
+    }
+  };
+  OpArray array = float_array(std::move(name), cpu, cuda, count, fill);
+  array.role = role;
   array.row_length = stride;
   return array;
 }

@@ -43,11 +43,12 @@ inline float scale_of_row(int64_t id) { return id % 7 == 3 ? 1e-3f : id % 11 == 
 
 inline OpArray normal_rows(std::string name, Element cuda, const Rows& rows, int64_t width,
                            int64_t stride, uint64_t seed, Purpose purpose,
-                           bool varies_in_scale = false) {
-  return row_array(std::move(name), Element::kF32, cuda, rows, stride, [=](int64_t id, float* to) {
+                           bool varies_in_scale = false, Role role = Role::kInput) {
+  const auto values = [=](int64_t id, float* to) {
     Stream(seed, purpose, static_cast<uint64_t>(id))
         .fill(to, width, varies_in_scale ? scale_of_row(id) : 1.0f);
-  });
+  };
+  return row_array(std::move(name), Element::kF32, cuda, rows, stride, values, role);
 }
 
 inline OpArray normal_constant(std::string name, Element element, int64_t count, uint64_t seed,
@@ -58,10 +59,10 @@ inline OpArray normal_constant(std::string name, Element element, int64_t count,
   return array;
 }
 
-// One integer for each row, by identity; rows that are not computed hold a stale one of row 0.
+// One integer for each row, by identity.
 template <class T, class OfRow>
 OpArray row_ints(std::string name, const Rows& rows, const OfRow& of_row) {
-  std::vector<T> values(static_cast<size_t>(rows.max_rows), static_cast<T>(of_row(int64_t{0})));
+  std::vector<T> values(static_cast<size_t>(rows.max_rows), static_cast<T>(of_row(kLeftRowId)));
   for (size_t i = 0; i < rows.ids.size(); ++i) values[i] = static_cast<T>(of_row(rows.ids[i]));
   return int_array<T>(std::move(name), Role::kInput, values);
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the layers of a few sequences have stored, for the builders of the op cases of compressed
-// attention.
+// Pools of KV blocks, for the builders of op cases: what the layers of a few sequences have stored,
+// and what an op writes.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +20,29 @@ namespace paceline::testing {
 inline constexpr int32_t kSequences = 3;
 inline constexpr int64_t kGap = 64;  // unused elements around each block
 
+// Rows without a slot in the pool.
 inline bool is_inert(int64_t id) { return id % 13 == 6; }
+
+// Slots in a pool that an op writes: every row has its own one, past the null block.
+inline Handle add_slots(OpInstance& op, const char* name, const Rows& rows, int32_t block_size) {
+  return op.add(row_ints<int64_t>(
+      name, rows, [&](int64_t id) -> int64_t { return is_inert(id) ? 0 : block_size + id; }));
+}
+
+// The pool of these slots: NaN, in blocks of `block` elements.
+inline Handle add_written_pool(OpInstance& op, const std::string& name, Element element,
+                               int64_t block, int32_t block_size, const Rows& rows) {
+  const int64_t count = (1 + (kMaxRowId + block_size - 1) / block_size) * block;
+  OpArray pool =
+      float_array(name, element, element, count, [=](float* to) { std::fill_n(to, count, kNan); });
+  pool.role = Role::kInOut;
+  pool.num_ignored = block;
+  if (block_size == 1) {  // a row of the pool is the slot of one row
+    pool.row_length = block;
+    for (const int64_t id : rows.ids) pool.row_at.push_back(is_inert(id) ? 0 : id + 1);
+  }
+  return op.add(std::move(pool));
+}
 
 // A pool of blocks in an array of an op case.
 struct StorePool {
@@ -90,21 +112,12 @@ struct StoreArrays : StorePool {
   Handle table = kNoArray;
 };
 
-// A store that an op writes: every row has its own slot, past the null block.
+// A store that an op writes, at the slots of `add_slots`.
 struct WrittenStore : StorePool {
   WrittenStore(OpInstance& op, const std::string& name, Element element, int64_t entry_width,
                int32_t entries_of_block, const Rows& rows)
       : StorePool(element, entry_width, entries_of_block) {
-    const int64_t count = (1 + (kMaxRowId + block_size - 1) / block_size) * block;
-    OpArray entries = float_array(name, element, element, count,
-                                  [=](float* to) { std::fill_n(to, count, kNan); });
-    entries.role = Role::kInOut;
-    entries.num_ignored = block;
-    if (block_size == 1) {  // a row of the pool is the slot of one row
-      entries.row_length = block;
-      for (const int64_t id : rows.ids) entries.row_at.push_back(is_inert(id) ? 0 : id + 1);
-    }
-    pool = op.add(std::move(entries));
+    pool = add_written_pool(op, name, element, block, block_size, rows);
   }
 };
 
