@@ -17,7 +17,7 @@ from errors import raises
 from paceline import LLM, ModelNotFoundError
 from paceline.cli import main
 from paceline.loader.convert import convert
-from tiny_models import copy_checkpoint, make, read_json, write_json
+from tiny_models import copy_checkpoint, edit_section, make, read_json
 
 
 @pytest.fixture
@@ -80,9 +80,7 @@ def test_the_drafter_and_notes_on_it_are_logged(
     last = read_json(make(TARGET) / "config.json")["num_hidden_layers"] - 2
     path, own = target_with(), BlockSpec("z-lab", aux_layers=(2, last))
     block_models.write(own, make(TARGET), path / "dflash")
-    config = read_json(path / "dflash" / "config.json")
-    del config["dflash_config"]["target_layer_ids"]
-    write_json(path / "dflash" / "config.json", config)
+    edit_section(path / "dflash", "dflash_config", target_layer_ids=...)
     with caplog.at_level("INFO", logger="paceline"), LLM(path, **ENGINE):
         lines = [record.getMessage() for record in caplog.records]
     assert f"the drafter is {path / 'dflash'}, method 'dflash'" in lines

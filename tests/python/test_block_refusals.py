@@ -87,7 +87,18 @@ def test_a_draft_model_is_no_block_drafter() -> None:
             "deepseek",
             lambda path: edit_config(path, target_layer_ids=[0, 2, 7]),
             ValueError,
-            ("target_layer_ids", "[0, 2, 7]", "8 layers", "-1 to 6"),
+            (
+                "target_layer_ids",
+                "[0, 2, 7]",
+                "8 layers",
+                "-1 (the embeddings) to 6 (not",
+            ),
+        ),
+        (
+            "deepseek",
+            lambda path: edit_config(path, target_layer_ids=...),
+            ValueError,
+            ("'fc.weight' has 192 columns", 'by default, as key "target_layer_ids" is missing'),
         ),
         (
             "speculators",

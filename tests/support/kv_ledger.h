@@ -158,7 +158,7 @@ class KvLedger {
     return (range.holders >> s & 1) != 0 && range.group == g;
   }
 
-  // All holders are the entries of tables, and blocks have as many in the pool.
+  // Every holder is a table entry, and the pool counts the same number of holders for each block.
   void check_holders(const SlabPool& pool, size_t num_entries) const {
     size_t num_holders = 0;
     size_t num_quarantined = 0;

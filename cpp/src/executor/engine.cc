@@ -40,13 +40,13 @@ FinishReason reason_of(SequenceOutcome outcome) {
 // Most tokens with which a drafter catches up to explore a number of drafts.
 constexpr int32_t kMostExploredCatchUp = 128;
 
-// Fewest prompt rows that are chosen for an iteration. A GPU computes as many in the time that it
+// Fewest prompt rows that are chosen for an iteration. A GPU computes this many in the time that it
 // takes to read the weights.
 constexpr int32_t kFewestRows = 128;
 constexpr int32_t kFewestRowsCpu = 16;
 
-// With as many sequences that wait for their first token, prompt rows are not limited. Large chunks
-// take less time for each row, and the queue must not grow.
+// If this many sequences wait for their first token, prompt rows are not limited. Large chunks take
+// less time for each row, and the queue must not grow.
 constexpr int32_t kManyPrompts = 8;
 
 // Whether the options exclude tokens, so that no token may be left.

@@ -56,7 +56,7 @@ std::vector<int32_t> draft_lengths(const ExecutorOptions& o) {
 // positions that have left its windows.
 constexpr int32_t kMaxMissedWithWindows = 64;
 
-// On a GPU, products of many rows are made of tiles of as many.
+// On a GPU, products of many rows are computed in tiles of this many rows.
 constexpr int32_t kRowStep = 128;
 
 bool has_windows(const Model& target, const Model* draft) {

@@ -24,8 +24,8 @@ Activations with_output(Activations activations, const std::optional<OutputRows>
   return activations;
 }
 
-// The last layer leaves out rows with an unread output if there are at least as many. With fewer it
-// does not pay: five small ops pick the other rows.
+// The last layer leaves out rows with an unread output if there are at least this many. With fewer
+// that would be slower, because five small ops pick the other rows.
 constexpr int32_t kMinUnread = 32;
 
 }  // namespace

@@ -54,7 +54,7 @@ namespace {
   streams.count = read_int(json, "count", 2, kMaxStreams);
   streams.sinkhorn_iterations = read_int(json, "sinkhorn_iterations", 1, kMaxSinkhornIterations);
   streams.eps = read_positive(json.at("eps"));
-  // Streams are read and written by ops of their own, which know none of these.
+  // The ops that read and write streams support none of these.
   const auto refuse = [&](const char* key) { json.refuse(concat("no such key with ", key)); };
   if (config.has_post_norms) refuse("has_post_norms");
   if (config.has_layer_scale) refuse("has_layer_scale");

@@ -127,9 +127,17 @@ void SafetensorsFile::read_header() {
     if (offsets.kind() != JsonKind::kList || offsets.size() != 2) {
       offsets.refuse("a list of 2: begin and end in the data section");
     }
+    const auto read_offset = [&](const Json& offset, int64_t low) {
+      const int64_t value = offset.as_int(low, std::numeric_limits<int64_t>::max());
+      if (value > data_bytes) {
+        offset.refuse(concat("at most ", data_bytes,
+                             ", where the file ends; it is incomplete, so fetch it again"));
+      }
+      return value;
+    };
     auto offset = offsets.elements().begin();
-    const int64_t begin = (*offset).as_int(0, data_bytes);
-    const int64_t end = (*++offset).as_int(begin, data_bytes);
+    const int64_t begin = read_offset(*offset, 0);
+    const int64_t end = read_offset(*++offset, begin);
     if (end - begin != bytes) {
       fail(concat(quoted(name), ": data_offsets span ", end - begin, " bytes"),
            concat(bytes, ", which its dtype and shape take"));

@@ -88,7 +88,7 @@ struct SortExpertRowsParams {
 void sort_expert_rows(CpuContext&, const SortExpertRowsParams&);
 void sort_expert_rows(CudaContext&, const SortExpertRowsParams&);
 
-// Both, the second with the experts that the first chose: one kernel where rows are few.
+// route_experts, and sort_expert_rows of the chosen experts: one kernel if there are few rows.
 struct RouteAndSortParams {
   RouteExpertsParams route;
   SortExpertRowsParams sort;
@@ -131,8 +131,8 @@ struct ExpertGemmParams {
 void expert_gemm(CpuContext&, const ExpertGemmParams&);
 void expert_gemm(CudaContext&, const ExpertGemmParams&);
 
-// Both, the second with the y of the first as its x. That y may stay unwritten: a backend may do
-// both at once.
+// expert_gemm, and gated_activation with its y as x. That y may stay unwritten, because a backend
+// may fuse the two.
 struct ActivatedExpertsParams {
   ExpertGemmParams product;  // [num_experts, 2 * intermediate, k]
   GatedActivationParams activation;
@@ -161,8 +161,8 @@ struct CombineExpertsParams {
 void combine_experts(CpuContext&, const CombineExpertsParams&);
 void combine_experts(CudaContext&, const CombineExpertsParams&);
 
-// Both, the second with the y of the first as its x, and with a residual. That y may stay
-// unwritten: a backend may do both at once.
+// combine_experts, and rms_norm with its y as x and with a residual. That y may stay unwritten,
+// because a backend may fuse the two.
 struct CombineAndNormParams {
   CombineExpertsParams combine;
   RmsNormParams norm;

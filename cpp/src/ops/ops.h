@@ -123,8 +123,8 @@ struct GatedActivationParams {
 void gated_activation(CpuContext&, const GatedActivationParams&);
 void gated_activation(CudaContext&, const GatedActivationParams&);
 
-// Both, the second with the y of the first as its x. That y may stay unwritten: a backend may do
-// both at once.
+// gemm, and gated_activation with its y as x. That y may stay unwritten, because a backend may fuse
+// the two.
 struct ActivatedGemmParams {
   GemmParams product;  // of [2 * intermediate, k]
   GatedActivationParams activation;

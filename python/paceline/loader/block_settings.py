@@ -75,21 +75,23 @@ def aux_layers(
     else:
         step = (num_layers - 4) / (sizes.layers - 1)
         chosen = [round(1 + i * step) + 1 for i in range(sizes.layers)]
-    where = f'key "{section.name(key)}" is' if section.has(key) else "by default it reads"
+    by_default = f'by default, as key "{section.name(key)}" is missing,'
+    where = f'key "{section.name(key)}" is' if section.has(key) else f"{by_default} it reads"
+    stated = show([item - shift for item in chosen])
     if not section.has(key):
         notes.append(f"the drafter reads the residual streams that enter layers {chosen}")
     is_ascending = all(a < b for a, b in itertools.pairwise(chosen))
     if not chosen or not is_ascending or chosen[0] < 0 or chosen[-1] >= num_layers:
         raise ValueError(
-            f"{made_for_another(top)} {where} {show([item - shift for item in chosen])}; "
-            f"{target.path} has {num_layers} layers: allowed: {-shift} to "
-            f"{num_layers - 1 - shift}, in ascending order"
+            f"{made_for_another(top)} {where} {stated}; "
+            f"{target.path} has {num_layers} layers: allowed: {-shift} (the embeddings) to "
+            f"{num_layers - 1 - shift} (not the output of the last layer), in ascending order"
         )
     columns = len(chosen) * target.hidden_size
     if facts.fc_columns is not None and facts.fc_columns != columns:
         raise ValueError(
             f"{made_for_another(top)} 'fc.weight' has {facts.fc_columns} columns; expected "
             f"{columns}, {len(chosen)} layers of the hidden size {target.hidden_size} of "
-            f"{target.path}"
+            f"{target.path}" + ("" if section.has(key) else f" ({by_default} it reads {stated})")
         )
     return chosen
