@@ -167,7 +167,7 @@ def support() -> str:
         ),
         (
             "not yet",
-            "drafters " + code(LATER_METHODS),
+            "drafting with " + code(LATER_METHODS),
             "[what is missing](#what-it-does-not-do-yet)",
         ),
     ]

@@ -86,8 +86,8 @@ class LLM(RunningLLM):
                 If the model has no `tokenizer.json`, prompts must be token ids and outputs have no
                 text.
             speculative_config: How to draft, as a mapping or JSON with vLLM's keys; see
-                `SpeculativeConfig`. None = plain decoding, or as a model says that brings its own
-                drafter; `{"method": None}` switches that off.
+                `SpeculativeConfig`. None = the drafter that the model's folder brings, else plain
+                decoding; `{"method": None}` switches drafting off.
             device: Where to run: "cpu", "cuda" (the first visible GPU) or "auto" ("cuda" if a GPU
                 is usable, else "cpu"). "cpu" and "cuda" raise an error if that device is
                 unavailable.
