@@ -255,10 +255,12 @@ def _check_draft_stop(config: SpeculativeConfig) -> None:
             "probability; "
             "allowed: 0 (off), or a method with a model"
         )
-    if threshold > 0 and config.draft_driver != "while":
+    # A block drafter has no steps. Without a method the checkpoint decides, see `resolved`.
+    has_steps = config.method not in (None, *BLOCK_METHODS)
+    if threshold > 0 and has_steps and config.draft_driver != "while":
         raise ValueError(
-            f"{key} is {threshold}, but draft_driver is {config.draft_driver!r}; allowed: only "
-            "with 'while', the only driver that can stop early"
+            f"{key} is {threshold}, but draft_driver is {config.draft_driver!r}; allowed: with "
+            f"method {config.method!r} only 'while', the only driver that can end draft steps early"
         )
     _set(config, "draft_stop_threshold", threshold)
 

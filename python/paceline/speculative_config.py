@@ -79,8 +79,8 @@ class SpeculativeConfig:
             drafter's probability of a draft falls below this. That draft is still verified. A block
             drafter with a confidence head ends the drafts before the first one whose estimated
             probability of acceptance is below this, which may leave none. With "coupled" acceptance
-            the output does not change. 0 = off; other values need draft_driver "while" and a
-            method other than "ngram" and "custom".
+            the output does not change. 0 = off; other values need a method other than "ngram" and
+            "custom" and, except with "dflash" and "dspark", the draft_driver "while".
         draft_position: Under "x", "gemma4_mtp" only. The position of the queries of all drafts:
             "last", the last position with KV of the target (None means this), or "next", that of
             the newest token. Engines differ here. The keys are the same, so only acceptance can

@@ -100,13 +100,18 @@ TEST(EngineRefusals, RefusesBadOptions) {
   // Options that would have no effect.
   expect_contains(message([](O& o) { o.speculative.synthetic_acceptance_length = 2.5; }, true),
                   {"synthetic_acceptance_length is 2.5; allowed: 0, unless"});
-  expect_contains(message(
-                      [](O& o) {
-                        o.speculative.draft_stop_threshold = 0.5;
-                        o.draft_driver = DraftDriver::kWhile;
-                      },
-                      false),
+  expect_contains(message([](O& o) { o.speculative.draft_stop_threshold = 0.5; }, false),
                   {"draft_stop_threshold is 0.5 but there is no drafter"});
+  for (const DraftDriver driver :
+       {DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager}) {
+    expect_contains(message(
+                        [&](O& o) {
+                          o.speculative.draft_stop_threshold = 0.5;
+                          o.draft_driver = driver;
+                        },
+                        true),
+                    {"draft_stop_threshold is 0.5, but only the draft driver 'while'"});
+  }
   expect_contains(message(
                       [](O& o) {
                         o.speculative.accept_method = AcceptMethod::kBlock;

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from equality_jobs import MAX_LOGPROBS, Outcome, as_separate_requests, jobs, run
-from equality_models import ASSISTANTS, DRAFTERS, TARGETS, is_possible, model
+from equality_models import ASSISTANTS, BLOCKS, DRAFTERS, STAGES, TARGETS, is_possible, model
 from paceline import _core
 from paceline.loader import LoadedModel
 
@@ -153,7 +153,8 @@ def tight_bytes(cell: Cell, target: LoadedModel, draft: _core.Model | None) -> i
 
 
 def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
-    can_stop = cell.driver == "while" and cell.drafter != "ngram"
+    has_blocks = cell.drafter in BLOCKS or cell.drafter in STAGES
+    can_stop = has_blocks or (cell.driver == "while" and cell.drafter != "ngram")
     position = {"draft_position": cell.draft_position} if cell.drafter in ASSISTANTS else {}
     return position | {
         "max_model_len": MAX_MODEL_LEN,

@@ -23,6 +23,7 @@ LOOKED_UP = '{"method": "ngram", "num_speculative_tokens": 2}'
 OWN_LAYER = '{"method": "mtp", "num_speculative_tokens": 2}'
 STOPPING = json.dumps(
     {
+        "method": "draft_model",
         "model": "a",
         "num_speculative_tokens": 2,
         "x": {"draft_driver": "while", "draft_stop_threshold": 0.9},

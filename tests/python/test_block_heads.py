@@ -28,10 +28,8 @@ def test_a_confidence_head_ends_drafts_before_one(
         config = {
             "model": str(path),
             "num_speculative_tokens": spec.max_drafts,
-            "x": {
-                "draft_driver": "while", "draft_stop_threshold": threshold, "adaptive": False,
-            },
-        }  # fmt: skip
+            "x": {"draft_stop_threshold": threshold, "adaptive": False},
+        }
         with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
             generated = llm.generate(PROMPTS, greedy())
         assert [o.outputs[0].token_ids for o in generated] == plain_outputs(TARGET)[: len(PROMPTS)]
@@ -41,6 +39,28 @@ def test_a_confidence_head_ends_drafts_before_one(
     assert 0 < num_drafts(0.5, None) < without
     assert num_drafts(0.5, 50.0) == without
     assert num_drafts(0.5, -50.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "confidence"), [("deepseek", "token"), ("z-lab", "hidden"), ("deepseek", "")]
+)
+def test_drafts_end_early_with_every_driver(layout: str, confidence: str, tmp_path: Path) -> None:
+    path = drafter(layout, tmp_path, confidence=confidence)
+    k = SPECS[layout].max_drafts
+
+    def num_drafts(driver: str, threshold: float) -> list[int]:
+        nested = {"draft_driver": driver, "draft_stop_threshold": threshold, "adaptive": False}
+        config = {"model": str(path), "num_speculative_tokens": k, "x": nested}
+        with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
+            generated = llm.generate(PROMPTS, greedy())
+        assert [o.outputs[0].token_ids for o in generated] == plain_outputs(TARGET)[: len(PROMPTS)]
+        return [o.metrics.speculative_decoding["num_draft_tokens"] for o in generated]
+
+    threshold = 0.5 if confidence else 0.1
+    expected = num_drafts("while", threshold)
+    assert 0 < sum(expected) < sum(num_drafts("while", 0.0))
+    for driver in ("unrolled", "replay", "eager"):
+        assert num_drafts(driver, threshold) == expected, driver
 
 
 def test_weight_updates_of_heads(tmp_path: Path) -> None:

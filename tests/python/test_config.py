@@ -324,6 +324,20 @@ def test_draft_stop_threshold_needs_a_driver_that_can_stop(driver: str) -> None:
     refuses(GOOD | {"x": nested}, ValueError, "draft_stop_threshold", f"'{driver}'", "'while'")
     off = SpeculativeConfig.parse(GOOD | {"x": nested | {"draft_stop_threshold": 0}})
     assert off.draft_stop_threshold == 0
+    # Without a method, that of the checkpoint decides.
+    open_method = SpeculativeConfig.parse({k: v for k, v in GOOD.items() if k != "method"}
+                                          | {"x": nested})  # fmt: skip
+    with pytest.raises(ValueError, match=f"{driver!r}; allowed: with method 'eagle3' only 'while'"):
+        open_method.resolved("eagle3")
+    assert open_method.resolved("dflash").draft_stop_threshold == 0.5
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("driver", ["unrolled", "replay", "while", "eager"])
+def test_drafts_of_a_block_stop_with_every_driver(driver: str, method: str) -> None:
+    nested = {"draft_driver": driver, "draft_stop_threshold": 0.5}
+    config = SpeculativeConfig.parse(GOOD | {"method": method, "x": nested})
+    assert (config.draft_driver, config.draft_stop_threshold) == (driver, 0.5)
 
 
 @pytest.mark.parametrize("driver", ["unrolled", "while"])

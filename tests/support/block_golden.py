@@ -172,8 +172,7 @@ def _run(case: str, k: int, stops: bool, **engine: Any) -> tuple[list[list[int]]
     path, reference = trained(case)
     x: dict[str, Any] = {"draft_driver": engine.pop("draft_driver", "unrolled")}
     reference.least_confidence = LEAST_CONFIDENCE if stops else 0.0
-    if stops:
-        x = {"draft_driver": "while", "draft_stop_threshold": LEAST_CONFIDENCE}
+    x["draft_stop_threshold"] = reference.least_confidence
     config: dict[str, Any] = {"num_speculative_tokens": k, "x": x}
     folder = tiny_models.make(target)
     if spec.has_mask_embedding:

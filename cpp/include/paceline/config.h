@@ -63,7 +63,8 @@ struct SpeculativeOptions {
   // Drafting ends for a sequence after a draft whose probability is below this threshold or, with a
   // confidence head, before a draft whose estimated probability of acceptance is below it. The
   // former is the softmax of the drafter's logits at temperature 1, truncated by the request's
-  // top_k, top_p and min_p. 0 is off; other values in (0, 1) need DraftDriver::kWhile.
+  // top_k, top_p and min_p. 0 is off; other values in (0, 1) need DraftDriver::kWhile, except with
+  // a block drafter, which has no draft steps.
   double draft_stop_threshold = 0;
   // Prompt lookup, instead of a drafter. The drafts are the k tokens that followed the earlier
   // occurrence of a sequence's last n tokens, for the largest n in [ngram_min, ngram_max] with such

@@ -75,8 +75,9 @@ typedef struct paceline_options {
   const char* accept_method;       // "coupled" (default), "standard" or "block"
   // Not 0: drafts are the drafter's most likely tokens (samples_drafts is false).
   int32_t greedy_drafts;
-  int32_t num_draft_proposals;   // tokens that a sampled draft is chosen from; 0 is 64
-  double draft_stop_threshold;   // 0 is off; other values need draft_driver "while"
+  int32_t num_draft_proposals;  // tokens that a sampled draft is chosen from; 0 is 64
+  // 0 is off; other values need draft_driver "while", except with a block drafter.
+  double draft_stop_threshold;
   int32_t ngram_min, ngram_max;  // prompt lookup instead of the drafter; both 0: off
   const char* draft_driver;      // "unrolled" (default), "replay", "while" or "eager"
   // Not 0: prompts take over no KV of earlier requests (enable_prefix_caching is false).

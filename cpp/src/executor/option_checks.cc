@@ -166,11 +166,6 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
                                  "; allowed: 0 (off) to below 1"));
   }
-  if (s.draft_stop_threshold > 0 && o.draft_driver != DraftDriver::kWhile) {
-    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
-                                 ", but only the draft driver 'while' can stop early; set "
-                                 "draft_driver to 'while' or draft_stop_threshold to 0"));
-  }
   if (!drafts && s.draft_stop_threshold > 0) {
     throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
                                  " but there is no drafter; set it to 0"));
@@ -212,9 +207,16 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     check_drafter(*draft, target);
     check_block(o, draft->config);
   }
+  const SpecTraits traits =
+      traits_for(draft != nullptr ? &draft->config : nullptr, model_free_options(s));
+  if (s.draft_stop_threshold > 0 && !traits.drafts_in_blocks &&
+      o.draft_driver != DraftDriver::kWhile) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 ", but only the draft driver 'while' can end the steps of this "
+                                 "drafter early; set draft_driver to 'while' or "
+                                 "draft_stop_threshold to 0"));
+  }
   if (s.draft_position != DraftPosition::kLast) {
-    const SpecTraits traits =
-        traits_for(draft != nullptr ? &draft->config : nullptr, model_free_options(s));
     if (!traits.drafts || !traits.takes_target_hidden || traits.advances_positions) {
       throw InvalidArgument(
           "draft_position is 'next', but only Gemma 4 MTP drafts from a fixed position; allowed: "
