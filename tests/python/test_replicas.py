@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+import copying_models
 from paceline import LLM, ModelNotFoundError, SamplingParams, StructuredOutputsParams
 from paceline.demo import find_demo
 from paceline.replicas.replica_set import ReplicaSet
@@ -264,6 +265,48 @@ def test_a_replica_that_starts_again_takes_what_waits(
             if chunk.output is not None and chunk.index >= num_long:
                 found[chunk.index - num_long] = chunk.output.outputs
     assert found == {index: output.outputs for index, output in enumerate(expected)}
+
+
+@pytest.mark.parametrize("drafter", ["z-lab, windows", "deepseek"])
+def test_block_drafters_have_the_outputs_of_one_engine(drafter: str, tmp_path: Path) -> None:
+    """A request that goes on elsewhere needs the drafter's context of all its tokens there."""
+    target = copying_models.write_target("qwen3", tmp_path / "target")
+    config = {
+        "model": str(copying_models.write_drafter(drafter, target, tmp_path / "drafter")),
+        "num_speculative_tokens": 6,
+        "x": {"adaptive": False},
+    }
+    engine = arguments(model=str(target), speculative_config=config)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1, 63) for _ in range(copying_models.PERIOD)] for _ in range(6)]
+    params = [
+        SamplingParams(
+            # At 2.5 one of five tokens is not the copied one.
+            temperature=(0.0, 2.5)[number % 2],
+            n=1 + number % 3,
+            seed=number,
+            max_tokens=250,
+            num_speculative_tokens=(None, 2, 6)[number % 3],
+        )
+        for number in range(len(prompts))
+    ]
+    with LLM(**engine) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with start_replicas(2, engine, log_level="WARNING") as llm, RunningServer(llm) as server:
+        killer = threading.Thread(
+            target=signal_busy_replica, args=(server, signal.SIGKILL, 400), daemon=True
+        )
+        killer.start()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        killer.join()
+        assert executor_of(server).ledger.num_resumed > 0
+    assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+    for output, one in zip(outputs, expected, strict=True):
+        found, alone = (o.metrics.speculative_decoding for o in (output, one))
+        assert found is not None and alone is not None
+        assert found["num_spec_tokens"] == alone["num_spec_tokens"]
+        # Most drafts are right on the other replica, too.
+        assert found["num_accepted_draft_tokens"] > 0.8 * alone["num_accepted_draft_tokens"]
 
 
 def test_replicas_end_with_their_server() -> None:
