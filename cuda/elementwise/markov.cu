@@ -102,7 +102,9 @@ __global__ void __launch_bounds__(kThreads)
     sum = __fmaf_rn(e[i], p.weight[p.hidden + i], sum);
   }
   sum = block_sum(sum, partials);
-  if (threadIdx.x == 0) p.probability[row] = sigmoid(__fadd_rn(sum, *p.bias));
+  if (threadIdx.x == 0) {
+    p.probability[row] = sigmoid(p.bias != nullptr ? __fadd_rn(sum, *p.bias) : sum);
+  }
 }
 
 }  // namespace

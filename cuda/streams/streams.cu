@@ -68,6 +68,32 @@ __global__ void __launch_bounds__(kThreads)
   store_first<kIsVector>(values, count, static_cast<Y*>(p.y) + row * p.y_stride + first);
 }
 
+template <bool kIsVector>
+__global__ void __launch_bounds__(kThreads)
+    sum_streams_kernel(const __grid_constant__ SumStreamsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const auto row = static_cast<int32_t>(blockIdx.x);
+  const int32_t first = static_cast<int32_t>(blockIdx.y * kThreads + threadIdx.x) * kPerThread;
+  const int32_t count = p.hidden - first;
+  if (row >= *p.num_rows || count <= 0) return;
+  const float* const x = p.x + int64_t{row} * p.num_streams * p.hidden + first;
+  const float* const pre = p.mix + int64_t{row} * p.mix_stride;
+  float values[kPerThread];
+  load_first<kIsVector>(x, count, values);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) values[i] = __fmul_rn(pre[0], values[i]);
+  for (int32_t stream = 1; stream < p.num_streams; ++stream) {
+    float others[kPerThread];
+    load_first<kIsVector>(x + int64_t{stream} * p.hidden, count, others);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      values[i] = __fmaf_rn(pre[stream], others[i], values[i]);
+    }
+  }
+  store_first<kIsVector>(values, count, p.y + int64_t{row} * p.hidden + first);
+}
+
 template <class X, bool kIsVector, int kMaxCount>
 __global__ void __launch_bounds__(kThreads)
     write_streams_kernel(const __grid_constant__ WriteStreamsParams p) {
@@ -266,6 +292,14 @@ void mean_streams(CudaContext& ctx, const MeanStreamsParams& p) {
            is_vector ? mean_streams_kernel<Y, true> : mean_streams_kernel<Y, false>,
            grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
   });
+}
+
+void sum_streams(CudaContext& ctx, const SumStreamsParams& p) {
+  using namespace cuda;
+  check_streams(p.num_streams);
+  const bool is_vector = takes_vectors(p.hidden, kPerThread, p.x, p.y);
+  launch(ctx, "sum_streams", is_vector ? sum_streams_kernel<true> : sum_streams_kernel<false>,
+         grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
 }
 
 void write_streams(CudaContext& ctx, const WriteStreamsParams& p) {

@@ -16,6 +16,7 @@
 #include <paceline/error.h>
 #include <paceline/model.h>
 
+#include "base/check.h"
 #include "model/decoder_config.h"
 #include "model/linear_costs.h"
 #include "model/model_impl.h"
@@ -224,6 +225,8 @@ TEST(CompressedConfig, CanBeThatOfABlockDrafter) {
       {{"\"streams\": {\"count\": 4, \"sinkhorn_iterations\": 20, \"eps\": 1e-5},", ""},
        "drafter.fc is an object of 2 keys; allowed: no such key without streams"},
       {{"\"kind\": \"dspark\"", "\"kind\": \"eagle3\""}, "drafter.fc is an unknown key"},
+      {{"\"rank\": 6}", "\"rank\": 6}, \"confidence\": {\"before_norm\": true}"},
+       "drafter.block.confidence.reads_token is missing"},
   };
   for (const auto& [edit, message] : refused) {
     EXPECT_THAT(message_of<InvalidArgument>([&, &change = edit] {
@@ -282,6 +285,34 @@ TEST(CompressedConfig, RefusesWhatCannotBe) {
                   static_cast<void>(parse_decoder_config(compressed_config({change})));
                 }),
                 HasSubstr(expected));
+  }
+}
+
+TEST(CompressedConfig, CanHaveAConfidenceHeadOfTheSumOfTheStreams) {
+  using Dims = std::vector<int64_t>;
+  for (const bool reads_token : {false, true}) {
+    for (const bool has_bias : {false, true}) {
+      const std::string head =
+          concat(R"("rank": 6}, "confidence": {"before_norm": true, "reads_token": )",
+                 reads_token ? "true" : "false", has_bias ? "}" : R"(, "lacks_bias": true})");
+      const DecoderConfig config = parse_decoder_config(block_config({{"\"rank\": 6}", head}}));
+      const BlockConfig& block = config.drafter->block;
+      EXPECT_EQ(block.confidence,
+                reads_token ? ConfidenceHead::kHiddenAndToken : ConfidenceHead::kHidden);
+      EXPECT_TRUE(block.confidence_before_norm);
+      DecoderWeights weights;
+      Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
+      lay_out(config, carver, weights);
+      std::map<std::string, std::pair<DType, Dims>> found;
+      for (const NamedWeight& named : carver.take_named_weights()) {
+        if (!named.name.starts_with("confidence")) continue;
+        found[named.name] = {named.dtype, {named.dims().begin(), named.dims().end()}};
+      }
+      std::map<std::string, std::pair<DType, Dims>> expected = {
+          {"confidence.weight", {DType::kFloat32, {1, reads_token ? 70 : 64}}}};
+      if (has_bias) expected["confidence.bias"] = {DType::kFloat32, {1}};
+      EXPECT_EQ(found, expected);
+    }
   }
 }
 

@@ -81,6 +81,23 @@ std::vector<float> read_of(const Shape& s, const Weights& w, const float* x,
   return y;
 }
 
+std::vector<float> sum_of(const Shape& s, const float* x, const std::vector<float>& mix,
+                          int32_t num_rows, int num_threads = 1) {
+  std::vector<float> y(static_cast<size_t>(num_rows) * static_cast<size_t>(s.hidden) + 1, -7.0f);
+  CpuContext ctx = context_of(num_threads);
+  sum_streams(ctx, {.num_rows = &num_rows,
+                    .max_rows = num_rows + 1,
+                    .x = x,
+                    .mix = mix.data(),
+                    .mix_stride = s.mix(),
+                    .y = y.data(),
+                    .num_streams = s.num_streams,
+                    .hidden = s.hidden});
+  EXPECT_EQ(y.back(), -7.0f);  // a row that does not exist
+  y.pop_back();
+  return y;
+}
+
 std::vector<float> write_of(const Shape& s, std::vector<float> streams, const float* branch,
                             const std::vector<float>& mix, int32_t num_rows, int num_threads = 1) {
   CpuContext ctx = context_of(num_threads);
@@ -145,6 +162,7 @@ TEST(Streams, MatchTheirEquations) {
     const std::vector<float> branch = random.normals(int64_t{kRows} * s.hidden);
     const std::vector<float> mix = mix_of(s, w, x.data(), kRows);
     const std::vector<float> y = read_of(s, w, x.data(), mix, kRows);
+    const std::vector<float> summed = sum_of(s, x.data(), mix, kRows);
     const std::vector<float> written =
         s.is_end ? std::vector<float>() : write_of(s, x, branch.data(), mix, kRows);
     const auto size = static_cast<size_t>(s.num_streams);
@@ -160,6 +178,7 @@ TEST(Streams, MatchTheirEquations) {
       for (size_t i = 0; i < hidden; ++i) {
         for (size_t t = 0; t < size; ++t) sum[i] += m[t] * of_row[t * hidden + i];
         squares += sum[i] * sum[i];
+        ASSERT_TRUE(is_near(summed[row * hidden + i], sum[i], 3e-5, 3e-5)) << row << ", sum " << i;
       }
       const double factor = 1 / std::sqrt(squares / s.hidden + kEps);
       for (size_t i = 0; i < hidden; ++i) {
@@ -190,6 +209,7 @@ TEST(Streams, ARowHasTheBitsThatItHasAlone) {
     const std::vector<float> branch = random.normals(int64_t{kRows} * s.hidden);
     const std::vector<float> mix = mix_of(s, w, x.data(), kRows, 2);
     const std::vector<float> y = read_of(s, w, x.data(), mix, kRows, 2);
+    const std::vector<float> summed = sum_of(s, x.data(), mix, kRows, 2);
     const std::vector<float> written = write_of(s, x, branch.data(), mix, kRows, 2);
     for (int64_t row = 0; row < kRows; ++row) {
       const std::vector<float> alone(x.begin() + row * s.width(),
@@ -198,6 +218,8 @@ TEST(Streams, ARowHasTheBitsThatItHasAlone) {
       ASSERT_TRUE(same_bits(its_mix.data(), mix.data() + row * s.mix(), s.mix()));
       const std::vector<float> its_y = read_of(s, w, alone.data(), its_mix, 1);
       ASSERT_TRUE(same_bits(its_y.data(), y.data() + row * s.hidden, s.hidden));
+      const std::vector<float> its_sum = sum_of(s, alone.data(), its_mix, 1);
+      ASSERT_TRUE(same_bits(its_sum.data(), summed.data() + row * s.hidden, s.hidden));
       const std::vector<float> its = write_of(s, alone, branch.data() + row * s.hidden, its_mix, 1);
       ASSERT_TRUE(same_bits(its.data(), written.data() + row * s.width(), s.width()));
     }

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.golden
 
 LEAST_MARGIN = 2e-4
 LEAST_COMPARED = 40
+LEAST_CONFIDENCE = 0.4
 STAGES = StagesSpec(seed=3)
 SPECS = {
     "plain": V4Spec(seed=3),
@@ -63,21 +64,42 @@ def trained(case: str) -> tuple[Path, StagesReference]:
     return path, reference
 
 
-def run(case: str, k: int, **engine: Any) -> tuple[list[list[int]], list[list[int]]]:
-    nested = {"draft_driver": engine.pop("draft_driver", "unrolled")}
+def run(
+    case: str, k: int, *, stops: bool = False, **engine: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    path, reference = trained(case)
+    reference.least_confidence = LEAST_CONFIDENCE if stops else 0.0
+    nested = {
+        "draft_driver": engine.pop("draft_driver", "unrolled"),
+        "draft_stop_threshold": reference.least_confidence,
+    }
     config = {"method": "dspark", "num_speculative_tokens": k, "x": nested}
-    path, _ = trained(case)
     return drafter_golden.run(path, sequences(case), config, ("method", "dspark"), **engine)
 
 
-def check(case: str, k: int, **engine: Any) -> None:
-    found = run(case, k, **engine)
+def check(case: str, k: int, *, stops: bool = False, **engine: Any) -> None:
+    found = run(case, k, stops=stops, **engine)
     check_run(trained(case)[1], sequences(case), *found, k, LEAST_MARGIN, LEAST_COMPARED)
 
 
 @pytest.mark.parametrize("case", SPECS)
 def test_every_iteration_equals_the_reference(case: str) -> None:
     check(case, STAGES.block_size)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"prefill_chunk_size": 7, "block_size": 5, "draft_driver": "replay"},
+        {"max_num_seqs": 2, "num_threads": 1, "draft_driver": "while"},
+        {"draft_driver": "eager"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", SPECS)
+def test_drafts_end_before_one_with_a_low_confidence(case: str, engine: dict[str, Any]) -> None:
+    check(case, STAGES.block_size, stops=True, **engine)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +173,41 @@ def test_a_wrong_reference_is_noticed() -> None:
         drop_the_last_token,
     ):
         wrong = StagesReference(SPECS["plain"], STAGES, right.target)
+        wrong.weights = dict(right.weights)
+        wrong.room = right.room
+        change(wrong)
+        assert emitted(wrong) != expected, change.__name__
+
+
+def test_a_wrong_confidence_is_noticed() -> None:
+    _, right = trained("scales")
+    name = "mtp.2.confidence_head.proj"
+
+    def emitted(reference: StagesReference) -> list[list[int]]:
+        reference.least_confidence = LEAST_CONFIDENCE
+        return [
+            simulate(reference, p, c, STAGES.block_size).emitted for p, c in sequences("scales")
+        ]
+
+    def read_behind_the_norm(wrong: StagesReference) -> None:
+        last = wrong.stages[-1]
+        wrong.confidence_input = lambda row: last.rms(  # type: ignore[method-assign]
+            last.summed(row.unsqueeze(0)), "norm"
+        )[0]
+
+    def read_the_mean(wrong: StagesReference) -> None:
+        wrong.confidence_input = lambda row: row.mean(0)  # type: ignore[method-assign]
+
+    def read_no_token(wrong: StagesReference) -> None:
+        wrong.weights[f"{name}.weight"] = wrong.weights[f"{name}.weight"].clone()
+        wrong.weights[f"{name}.weight"][:, -STAGES.markov_rank :] = 0
+
+    def have_a_bias(wrong: StagesReference) -> None:
+        wrong.weights[f"{name}.bias"] = torch.ones(1).double()
+
+    expected = emitted(right)
+    for change in (read_behind_the_norm, read_the_mean, read_no_token, have_a_bias):
+        wrong = StagesReference(SPECS["scales"], STAGES, right.target)
         wrong.weights = dict(right.weights)
         wrong.room = right.room
         change(wrong)

@@ -207,6 +207,11 @@ def test_refusals(
             ("drafter.block.confidence.reads_token", "true", "false where kind is 'dflash'"),
         ),
         ("gated", {"confidence": {}}, ("drafter.block.confidence", "reads_token")),
+        (
+            "rnn",
+            {"confidence": {"reads_token": False, "before_norm": True}},
+            ("drafter.block.confidence.before_norm", "true", "false without streams"),
+        ),
     ],
 )
 def test_descriptions_that_are_refused(

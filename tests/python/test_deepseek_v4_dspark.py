@@ -73,6 +73,8 @@ def test_nothing_else_changes_a_token(engine: dict[str, Any], spec: V4Spec) -> N
     [
         {"draft_driver": "replay"},
         {"draft_driver": "while", "draft_stop_threshold": 0.02},
+        {"draft_driver": "replay", "draft_stop_threshold": 0.5, "adaptive": True},
+        {"draft_stop_threshold": 0.7},
         {"draft_driver": "eager"},
         {"adaptive": True},
     ],
@@ -82,9 +84,10 @@ def test_drivers_change_no_token(nested: dict[str, Any]) -> None:
     assert outputs(path_of(), dspark(4, **nested)) == plain(SPEC)
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_rejection_at_temperature_0(method: str) -> None:
-    config = dspark(4) | {"rejection_sample_method": method}
+def test_rejection_at_temperature_0(method: str, threshold: float) -> None:
+    config = dspark(4, draft_stop_threshold=threshold) | {"rejection_sample_method": method}
     assert outputs(path_of(), config, 0.0) == plain(SPEC, 0.0)
 
 
@@ -94,6 +97,55 @@ def test_preempted_sequences_keep_their_tokens() -> None:
 
 def test_cached_prefixes_and_samples_change_no_token() -> None:
     check_cached_prefixes_change_no_token(path_of(), dspark(5))
+
+
+# ---- the confidence head ------------------------------------------------------------------------
+
+CONFIDENCE = "mtp.2.confidence_head.proj.weight"
+
+
+def num_drafts(source: Path, threshold: float, method: str | None = "dspark") -> list[int]:
+    """The drafts of each prompt, whose output is that of plain decoding."""
+    config = dspark(5, draft_stop_threshold=threshold) | {"method": method}
+    with LLM(source, speculative_config=config, **ENGINE) as llm:
+        found = llm.generate(PROMPTS, sampling(0.0))
+        assert llm._executor.check_integrity() == ""
+    assert [output.outputs[0].token_ids for output in found] == plain(SPEC, 0.0)
+    return [output.metrics.speculative_decoding["num_draft_tokens"] for output in found]
+
+
+def with_confidence(tmp_path: Path, weight: torch.Tensor | None) -> Path:
+    """The drafter with another confidence head, or with none."""
+    path = copy_checkpoint(path_of(), tmp_path / "model")
+    if weight is None:
+        edit_tensors(path, lambda tensors: tensors.pop(CONFIDENCE))
+    else:
+        edit_tensors(path, lambda tensors: tensors[CONFIDENCE].copy_(weight))
+    return path
+
+
+def test_its_confidence_head_ends_drafts(tmp_path: Path) -> None:
+    """`tests/golden/test_deepseek_v4_stages.py` compares each draft with the equations."""
+    without = num_drafts(path_of(), 0.0)
+    some = num_drafts(path_of(), 0.5)
+    assert 0 < sum(some) < sum(without)
+    assert sum(num_drafts(path_of(), 0.9)) < sum(some)
+    # Without a bias, an estimate of nothing is a half.
+    zeros = with_confidence(tmp_path, torch.zeros(()))
+    assert num_drafts(zeros, 0.49) == without
+    assert sum(num_drafts(zeros, 0.51)) == 0
+    folder = convert(path_of(), tmp_path / "out", method="dspark", progress=False)
+    assert num_drafts(folder, 0.5, method=None) == some
+
+
+def test_without_a_confidence_head_the_probability_of_a_draft_decides(tmp_path: Path) -> None:
+    path = with_confidence(tmp_path, None)
+    without = num_drafts(path, 0.0)
+    assert without == num_drafts(path_of(), 0.0)
+    found = num_drafts(path, 0.999)
+    # The draft that is unlikely is still verified.
+    assert sum(found) < sum(without) and min(found) > 0
+    assert num_drafts(path, 0.5) != num_drafts(path_of(), 0.5)
 
 
 # ---- where it is found -------------------------------------------------------------------------
@@ -172,21 +224,24 @@ def flash_target(config: dict[str, Any]) -> Target:
 def test_the_published_shape() -> None:
     config = _named_config("deepseek-v4-flash-dspark")
     target = flash_target(config)
-    family, _, _ = translate_stages(Section(config, "x"), target, None)
+    family, _ = translate_stages(Section(config, "x"), target, None)
     drafter = family.config["drafter"]
     assert drafter["aux_layers"] == [41, 42, 43]
     assert drafter["block"]["size"] == 5
     assert drafter["block"]["mask_token"] == 128_799
     # All rows see the 128 entries before the first row, which is one more.
     assert [layer["attention"]["window"] for layer in family.config["layers"]] == [129] * 3
-    # Published files also have the confidence head, in the last stage.
     stages = Counter(spec.source.split(".")[1] for spec in family.tensors)
-    assert stages == {"0": 1568, "1": 1565, "2": 1572 - 1}
+    assert stages == {"0": 1568, "1": 1565, "2": 1572}
     shapes = {spec.source: spec.shape for spec in family.tensors}
     assert shapes["mtp.0.main_proj.weight"] == (4096, 12_288)
     assert shapes["mtp.0.main_proj.scale"] == (32, 96)
     assert shapes["mtp.2.hc_head_fn"] == (4, 16_384)
     assert shapes["mtp.2.markov_head.markov_w2.weight"] == (129_280, 256)
+    assert shapes[CONFIDENCE] == (1, 4352)
+    assert drafter["block"]["confidence"] == {
+        "reads_token": True, "before_norm": True, "lacks_bias": True
+    }  # fmt: skip
 
 
 def test_the_first_layers_of_the_shape_keep_the_stages() -> None:
@@ -213,9 +268,11 @@ def pop_stage(stage: int) -> Any:
     return edit
 
 
-def cut_main_proj(tensors: dict[str, torch.Tensor]) -> None:
-    name = "mtp.0.main_proj.weight"
-    tensors[name] = tensors[name][:, :64].contiguous()
+def cut_to_hidden_size(name: str) -> Any:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:, :64].contiguous()
+
+    return edit
 
 
 @pytest.mark.parametrize(
@@ -239,9 +296,28 @@ def cut_main_proj(tensors: dict[str, torch.Tensor]) -> None:
             ("1 tensor is missing", "mtp.0.main_norm.weight"),
         ),
         (
-            lambda path: edit_tensors(path, cut_main_proj),
+            lambda path: edit_tensors(path, cut_to_hidden_size("mtp.0.main_proj.weight")),
             ModelFileError,
             ("mtp.0.main_proj.weight", "[64, 64]", "[64, 192]", "3 * hidden_size"),
+        ),
+        (
+            lambda path: edit_tensors(path, cut_to_hidden_size(CONFIDENCE)),
+            ModelFileError,
+            (CONFIDENCE, "[1, 64]", "[1, 70]", "hidden_size + dspark_markov_rank"),
+        ),
+        (
+            lambda path: edit_tensors(
+                path, lambda t: t.update({"mtp.2.confidence_head.proj.bias": torch.ones(1)})
+            ),
+            ModelFileError,
+            ("1 tensor is not part of", "mtp.2.confidence_head.proj.bias"),
+        ),
+        (
+            lambda path: edit_tensors(
+                path, lambda t: t.update({CONFIDENCE.replace("2", "1"): t.pop(CONFIDENCE)})
+            ),
+            ModelFileError,
+            ("1 tensor is not part of", "mtp.1.confidence_head.proj.weight"),
         ),
         (
             lambda path: edit_tensors(

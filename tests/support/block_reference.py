@@ -28,7 +28,7 @@ class BlockReference:
             require gradients.
         room: How many tokens may follow `tokens` in a request: a block never goes further.
         least_confidence: The first draft with a lower estimate of the confidence head is not made,
-            nor are those behind it.
+            nor are those behind it. 0: all drafts are made.
     """
 
     def __init__(self, spec: BlockSpec, directory: Path, target: TargetReference) -> None:
@@ -120,6 +120,10 @@ class BlockReference:
         """The tensors of the Markov head and of the confidence head, as deepseek-ai names them."""
         return self.weights
 
+    def confidence_input(self, row: Tensor) -> Tensor:
+        """What the confidence head reads of a row of a block's output."""
+        return row
+
     def logits(self, rows: Tensor) -> Tensor:
         """The logits of a block's predicting rows without its Markov head."""
         spec = self.spec
@@ -143,7 +147,8 @@ class BlockReference:
             previous = tokens[-1]
             for row in self.logits(rows):
                 bias, confidence = chain.step(previous)
-                is_clear = abs(confidence - self.least_confidence)
+                # Without a threshold nothing is compared.
+                is_clear = abs(confidence - self.least_confidence) if self.least_confidence else 1.0
                 if confidence < self.least_confidence:
                     drafts.append(Draft(-1, torch.zeros(1), is_clear))
                     break
@@ -230,6 +235,7 @@ class Chain:
     def __init__(self, reference: BlockReference, rows: Tensor, newest: int) -> None:
         """Begins a block, whose rows of the drafter's output are `rows`."""
         self._spec = reference.spec
+        self._reference = reference
         self._weights = reference.head_weights()
         self._rows = iter(rows)
         self._state = torch.zeros(self._spec.markov_rank, dtype=rows.dtype)
@@ -251,8 +257,11 @@ class Chain:
             bias = w["markov_head.markov_w2.weight"] @ self._factors(h, e)
         confidence = 1.0
         if self._spec.confidence:
-            inputs = torch.cat([h, e]) if self._spec.confidence == "token" else h
-            own = w["confidence_head.proj.weight"] @ inputs + w["confidence_head.proj.bias"]
+            inputs = self._reference.confidence_input(h)
+            if self._spec.confidence == "token":
+                inputs = torch.cat([inputs, e])
+            own = w["confidence_head.proj.weight"] @ inputs
+            own = own + w.get("confidence_head.proj.bias", 0.0)
             confidence = float(own.detach().sigmoid())
         return bias, confidence
 

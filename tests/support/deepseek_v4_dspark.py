@@ -46,7 +46,7 @@ class StagesSpec:
         block_size: Rows of a block.
         markov_rank: Columns of the Markov head's table.
         markov_type: The type of the Markov head; the published files have this one.
-        confidence: What a confidence head that is used reads: there is none.
+        confidence: What the confidence head reads beside hidden states: the "token" before.
         layers: The target's layers whose output it reads; it has a stage for each.
     """
 
@@ -54,7 +54,7 @@ class StagesSpec:
     block_size: int = 5
     markov_rank: int = 6
     markov_type: str = "vanilla"
-    confidence: str = ""
+    confidence: str = "token"
     layers: tuple[int, ...] = (1, 2, 3)
 
     @property
@@ -115,6 +115,10 @@ def stage_values(spec: V4Spec, stages: StagesSpec) -> dict[str, Tensor]:
             values[name] = 1.0 + 0.2 * noise
         elif name.endswith(("base", "attn_sink")):
             values[name] = noise
+        elif "confidence" in name:
+            # Estimates that are not all 0 or 1, and in which both parts count.
+            values[name] = 0.004 * noise
+            values[name][:, hidden:] *= 500
         else:
             values[name] = 0.2 * noise
     return values
@@ -250,5 +254,9 @@ class StagesReference(BlockReference):
         return self.stages[-1].logits(rows)
 
     def head_weights(self) -> Mapping[str, Tensor]:
-        """The tensors of the Markov head."""
+        """The tensors of the Markov head and of the confidence head."""
         return self.stages[-1].weights
+
+    def confidence_input(self, row: Tensor) -> Tensor:
+        """What the confidence head reads of a row [4, hidden]: the sum that the last norm reads."""
+        return self.stages[-1].summed(row.unsqueeze(0))[0]

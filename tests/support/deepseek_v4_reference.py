@@ -114,10 +114,13 @@ class V4MtpReference:
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits of streams."""
+        return self.rms(self.summed(x), "norm") @ self.target.lm_head.to(x.dtype).T
+
+    def summed(self, x: Tensor) -> Tensor:
+        """What the last norm reads of streams [tokens, 4, hidden], [tokens, hidden]."""
         scale, base = self.weights["hc_head_scale"], self.weights["hc_head_base"]
         pre = (self.mix(x, "hc_head_") * scale + base).sigmoid() + self.config["hc_eps"]
-        summed = (pre.unsqueeze(-1) * x).sum(1)
-        return self.rms(summed, "norm") @ self.target.lm_head.to(x.dtype).T
+        return (pre.unsqueeze(-1) * x).sum(1)
 
     def mix(self, x: Tensor, name: str) -> Tensor:
         """The factors of each row before scale and base."""

@@ -114,7 +114,8 @@ OpInstance make_estimate_acceptance(const MarkovSpec& s, const Rows& rows, uint6
                        : kNoArray;
   const Handle weight = op.add(normal_constant("weight", Element::kF32, width, seed, kWeight,
                                                1.0f / std::sqrt(static_cast<float>(width))));
-  const Handle bias = op.add(normal_constant("bias", Element::kF32, 1, seed, kBias));
+  const Handle bias =
+      s.has_bias ? op.add(normal_constant("bias", Element::kF32, 1, seed, kBias)) : kNoArray;
   const Handle probability =
       op.add(output_array("probability", Element::kF32, Element::kF32, max_rows, 1));
   op.set_run([=](auto& ctx, const Addresses& at) {
@@ -148,6 +149,9 @@ std::vector<RowWiseCase> markov_row_wise_cases() {
         table.add("markov_advance_" + name, make_advance_markov, s, is_invariance_case);
       }
       table.add("confidence_h" + shape, make_estimate_acceptance, s, is_invariance_case);
+      s.has_bias = false;
+      table.add("confidence_unbiased_h" + shape, make_estimate_acceptance, s, false);
+      s.has_bias = true;
       s.rank = 0;
       table.add("confidence_alone_h" + shape, make_estimate_acceptance, s, false);
     }

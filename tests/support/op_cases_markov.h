@@ -17,6 +17,7 @@ struct MarkovSpec {
   int32_t rank = 0;
   DType dtype = DType::kBFloat16;
   bool has_state = false;  // of join_parts: three parts; of advance_markov: no first draft
+  bool has_bias = true;    // of estimate_acceptance
 };
 
 [[nodiscard]] OpInstance make_join_parts(const MarkovSpec& spec, const Rows& rows, uint64_t seed);

@@ -122,6 +122,27 @@ OpInstance make_read_streams(const StreamsSpec& s, const Rows& rows, uint64_t se
   return op;
 }
 
+OpInstance make_sum_streams(const StreamsSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x = add_streams(op, "x", Role::kInput, s, rows, seed);
+  const Handle mix = add_mix(op, s, rows, seed);
+  const int32_t max_rows = rows.max_rows;
+  const Handle y = op.add(
+      output_array("y", Element::kF32, Element::kF32, int64_t{max_rows} * s.hidden, s.hidden));
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    sum_streams(ctx, SumStreamsParams{.num_rows = at.get<int32_t>(num_rows),
+                                      .max_rows = max_rows,
+                                      .x = at.get<float>(x),
+                                      .mix = at.get<float>(mix),
+                                      .mix_stride = mix_width(s.num_streams, s.is_end),
+                                      .y = at.get<float>(y),
+                                      .num_streams = s.num_streams,
+                                      .hidden = s.hidden});
+  });
+  return op;
+}
+
 OpInstance make_write_streams(const StreamsSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Element element = element_of(s.dtype);
@@ -289,8 +310,9 @@ std::vector<RowWiseCase> streams_row_wise_cases() {
       table.add("streams_" + std::string(is_set ? "add_" : "spread_") + shape, make_spread_streams,
                 s, is_invariance_case && is_set);
       s.is_end = is_set;
-      table.add("streams_mix_" + std::string(is_set ? "end_" : "") + shape, make_mix_streams, s,
-                is_invariance_case);
+      const std::string of_end = is_set ? "end_" : "";
+      table.add("streams_mix_" + of_end + shape, make_mix_streams, s, is_invariance_case);
+      table.add("streams_sum_" + of_end + shape, make_sum_streams, s, is_invariance_case);
     }
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       s.dtype = dtype;

@@ -17,8 +17,8 @@ struct StreamsSpec {
   int32_t hidden = 0;
   DType dtype = DType::kBFloat16;  // of what is no stream
   bool adds = false;               // of spread_streams
-  bool is_end = false;             // of mix_streams, and of the mix that read_streams reads
-  bool has_index = false;          // of norm_streams
+  bool is_end = false;     // of mix_streams, and of the mix that read_streams and sum_streams read
+  bool has_index = false;  // of norm_streams
 };
 
 [[nodiscard]] OpInstance make_spread_streams(const StreamsSpec& spec, const Rows& rows,
@@ -26,6 +26,7 @@ struct StreamsSpec {
 [[nodiscard]] OpInstance make_mix_streams(const StreamsSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_read_streams(const StreamsSpec& spec, const Rows& rows,
                                            uint64_t seed);
+[[nodiscard]] OpInstance make_sum_streams(const StreamsSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_write_streams(const StreamsSpec& spec, const Rows& rows,
                                             uint64_t seed);
 // A branch joins if the spec adds.

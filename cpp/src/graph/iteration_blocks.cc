@@ -59,7 +59,7 @@ void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
                  b.activations, b.gathered, b.logits);
   if (estimates) {
     drafter.estimate_drafts(ctx, blocks.num_predicting, num_drafts * num_seqs, b.activations,
-                            b.draft_stop.probabilities);
+                            b.gathered, b.draft_stop.probabilities);
   }
   // Draft `first` and those behind it, `count` in all.
   const auto draw = [&](int32_t first, int32_t count, const int32_t* num_rows) {

@@ -7,6 +7,7 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "model/layer_ops.h"
+#include "model/residual.h"
 #include "ops/markov.h"
 
 namespace paceline {
@@ -59,8 +60,11 @@ void BlockDrafter::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
 
 const std::byte* BlockDrafter::hidden_rows(const ChainedDraft& draft,
                                            const Activations& activations) const {
-  return static_cast<const std::byte*>(activations.normed) +
-         draft.first_hidden_row * config().hidden * dtype_bytes(activations.dtype);
+  return rows_from(activations.normed, draft.first_hidden_row, activations.dtype);
+}
+
+const std::byte* BlockDrafter::rows_from(const void* h, int64_t row, DType dtype) const {
+  return static_cast<const std::byte*>(h) + row * config().hidden * dtype_bytes(dtype);
 }
 
 template <class Ctx>
@@ -155,7 +159,7 @@ void BlockDrafter::add_markov(Ctx& ctx, const ChainedDraft& draft, const Activat
   const RowCount rows{.num_rows = draft.num_rows, .max_rows = draft.max_rows};
   embed_previous(ctx, draft, scratch);
   if (draft.probability != nullptr && block().confidence == ConfidenceHead::kHiddenAndToken) {
-    estimate(ctx, rows, hidden_rows(draft, activations), scratch.e, activations, draft.probability);
+    estimate(ctx, rows, draft.first_hidden_row, scratch.e, activations, draft.probability);
   }
   make_factors(ctx, draft, activations, scratch);
   project(ctx, rows, decoder_.weights().head.markov,
@@ -172,28 +176,34 @@ void BlockDrafter::add_markov(Ctx& ctx, const ChainedDraft& draft, const Activat
 
 template <class Ctx>
 void BlockDrafter::estimate_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
-                                   const Activations& activations, float* probability) const {
+                                   const Activations& activations, const float* gathered,
+                                   float* probability) const {
+  const RowCount rows{.num_rows = num_rows, .max_rows = max_rows};
+  if (block().confidence_before_norm) {
+    Residual<Ctx>(ctx, rows, config(), activations).sum_to(gathered, activations.embedded);
+  }
   if (block().confidence != ConfidenceHead::kHidden) return;
-  estimate(ctx, {.num_rows = num_rows, .max_rows = max_rows},
-           static_cast<const std::byte*>(activations.normed), /*e=*/nullptr, activations,
-           probability);
+  estimate(ctx, rows, /*first_row=*/0, /*e=*/nullptr, activations, probability);
 }
 
 template <class Ctx>
-void BlockDrafter::estimate(Ctx& ctx, const RowCount& rows, const std::byte* h, const float* e,
+void BlockDrafter::estimate(Ctx& ctx, const RowCount& rows, int64_t first_row, const float* e,
                             const Activations& activations, float* probability) const {
   const DraftHeadWeights& w = decoder_.weights().head;
+  const bool is_before_norm = block().confidence_before_norm;
+  const void* const h = is_before_norm ? activations.embedded : activations.normed;
+  const DType dtype = is_before_norm ? DType::kFloat32 : activations.dtype;
   ctx.run(estimate_acceptance,
           EstimateAcceptanceParams{.num_rows = rows.num_rows,
                                    .max_rows = rows.max_rows,
-                                   .h = h,
+                                   .h = rows_from(h, first_row, dtype),
                                    .e = e,
                                    .weight = w.confidence,
                                    .bias = w.confidence_bias,
                                    .probability = probability,
                                    .hidden = config().hidden,
                                    .rank = e != nullptr ? block().markov_rank : 0,
-                                   .dtype = activations.dtype});
+                                   .dtype = dtype});
 }
 
 // Instantiates every member template for one context.
@@ -210,8 +220,8 @@ void BlockDrafter::estimate(Ctx& ctx, const RowCount& rows, const std::byte* h, 
                                                float*) const;                                     \
   template void BlockDrafter::add_markov<Ctx>(Ctx&, const ChainedDraft&, const Activations&,      \
                                               const BlockHeadScratch&, float*) const;             \
-  template void BlockDrafter::estimate_drafts<Ctx>(Ctx&, const int32_t*, int32_t,                 \
-                                                   const Activations&, float*) const;
+  template void BlockDrafter::estimate_drafts<Ctx>(                                               \
+      Ctx&, const int32_t*, int32_t, const Activations&, const float*, float*) const;
 PACELINE_INSTANTIATE_BLOCK_DRAFTER(CpuContext)
 #ifdef PACELINE_CUDA
 PACELINE_INSTANTIATE_BLOCK_DRAFTER(CudaContext)

@@ -84,11 +84,13 @@ class BlockDrafter {
   void add_markov(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
                   const BlockHeadScratch& scratch, float* logits) const;
 
-  // The estimates of a confidence head that reads hidden states alone, for the rows of `logits`.
-  // With another one, or none, it does nothing.
+  // For the rows of `logits`, right after it: what a confidence head reads before the final norm,
+  // to activations.embedded, where it stays until the next pass; and the estimates of one that
+  // reads hidden states alone. `gathered` is that of `logits`. Other heads need nothing here.
   template <class Ctx>
   void estimate_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
-                       const Activations& activations, float* probability) const;
+                       const Activations& activations, const float* gathered,
+                       float* probability) const;
 
  private:
   // scratch.e, of the token before a draft.
@@ -98,12 +100,15 @@ class BlockDrafter {
   template <class Ctx>
   void make_factors(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
                     const BlockHeadScratch& scratch) const;
-  // The estimates for rows with the hidden states h and, if the head reads them, the rows e of W1.
+  // The estimates for rows of `logits` from `first_row` on and, if the head reads them, the rows e
+  // of W1.
   template <class Ctx>
-  void estimate(Ctx& ctx, const RowCount& rows, const std::byte* h, const float* e,
+  void estimate(Ctx& ctx, const RowCount& rows, int64_t first_row, const float* e,
                 const Activations& activations, float* probability) const;
   [[nodiscard]] const std::byte* hidden_rows(const ChainedDraft& draft,
                                              const Activations& activations) const;
+  // Row `row` of h [rows, hidden].
+  [[nodiscard]] const std::byte* rows_from(const void* h, int64_t row, DType dtype) const;
 
   Decoder decoder_;
 };

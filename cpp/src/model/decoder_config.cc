@@ -192,9 +192,14 @@ DecoderConfig parse_decoder_config(std::string_view json) {
   if (const std::optional<Json> streams = root.find("streams")) {
     config.streams = read_streams_config(*streams, config);
   }
-  if (config.streams.count == 1 && config.drafter &&
-      config.drafter->fc.format != WeightFormat::kPlain) {
-    root.at("drafter").at("fc").refuse("no such key without streams");
+  if (config.streams.count == 1 && config.drafter) {
+    const Json drafter = root.at("drafter");
+    if (config.drafter->fc.format != WeightFormat::kPlain) {
+      drafter.at("fc").refuse("no such key without streams");
+    }
+    if (config.drafter->block.confidence_before_norm) {
+      drafter.at("block").at("confidence").at("before_norm").refuse("false without streams");
+    }
   }
 
   const Json ropes = root.at("ropes");

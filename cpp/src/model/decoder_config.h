@@ -270,7 +270,8 @@ enum class DrafterKind : uint8_t { kEagle, kEagle3, kMtp, kGemma4Mtp, kBlock };
 enum class MarkovHead : uint8_t { kNone, kVanilla, kGated, kRnn };
 
 // What a block drafter's estimate of the probability of acceptance reads. The estimate is
-// sigmoid(w h + b) or sigmoid(w [h ; e] + b), with h and e of MarkovHead.
+// sigmoid(w h + b) or sigmoid(w [h ; e] + b), with h and e of MarkovHead; in place of h it may be z
+// (BlockConfig::confidence_before_norm).
 enum class ConfidenceHead : uint8_t { kNone, kHidden, kHiddenAndToken };
 
 // What the rows of a block see of each other in one kind of layers.
@@ -293,6 +294,10 @@ struct BlockConfig {
   MarkovHead markov = MarkovHead::kNone;
   int32_t markov_rank = 0;
   ConfidenceHead confidence = ConfidenceHead::kNone;  // kHiddenAndToken only with a Markov head
+  // The confidence head reads z, the sum of the residual streams that the final norm makes h of, in
+  // float32. Only with several streams.
+  bool confidence_before_norm = false;
+  bool has_confidence_bias = false;  // b; otherwise it is 0
 
   // Inputs and outputs of Wg or Wz, in a drafter of `hidden`.
   [[nodiscard]] int64_t markov_inputs(int32_t hidden) const {

@@ -65,13 +65,16 @@ void read_markov(const Json& json, int32_t hidden, BlockConfig& block) {
   block.markov_rank = read_int(json, "rank", 1, hidden);
 }
 
-[[nodiscard]] ConfidenceHead read_confidence(const Json& json, bool is_chain) {
+void read_confidence(const Json& json, bool is_chain, BlockConfig& block) {
   constexpr std::array<std::string_view, 1> kKeys = {"reads_token"};
-  json.check_keys(kKeys);
+  constexpr std::array<std::string_view, 2> kOptional = {"before_norm", "lacks_bias"};
+  json.check_keys(kKeys, kOptional);
   const Json reads_token = json.at("reads_token");
-  if (!reads_token.as_bool()) return ConfidenceHead::kHidden;
-  if (!is_chain) reads_token.refuse("false where kind is 'dflash'");
-  return ConfidenceHead::kHiddenAndToken;
+  if (reads_token.as_bool() && !is_chain) reads_token.refuse("false where kind is 'dflash'");
+  block.confidence =
+      reads_token.as_bool() ? ConfidenceHead::kHiddenAndToken : ConfidenceHead::kHidden;
+  block.confidence_before_norm = read_switch(json, "before_norm");
+  block.has_confidence_bias = !read_switch(json, "lacks_bias");
 }
 
 // `is_chain`: drafts depend on those before them, by a Markov head.
@@ -89,7 +92,7 @@ void read_markov(const Json& json, int32_t hidden, BlockConfig& block) {
   block.sliding = read_block_mask(json.at("sliding"), /*is_sliding=*/true);
   if (is_chain) read_markov(json.at("markov"), hidden, block);
   if (const std::optional<Json> confidence = json.find("confidence")) {
-    block.confidence = read_confidence(*confidence, is_chain);
+    read_confidence(*confidence, is_chain, block);
   }
   return block;
 }

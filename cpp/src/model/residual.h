@@ -96,6 +96,19 @@ class Residual {
                                              .y_dtype = activations_.dtype});
   }
 
+  // y [rows, hidden] = the sum of the streams x that `finish` has normed; runs right after it.
+  void sum_to(const float* x, float* y) const {
+    ctx_.run(sum_streams,
+             SumStreamsParams{.num_rows = rows_.num_rows,
+                              .max_rows = rows_.max_rows,
+                              .x = x,
+                              .mix = activations_.mix,
+                              .mix_stride = mix_width(config_.streams.count, /*is_end=*/true),
+                              .y = y,
+                              .num_streams = config_.streams.count,
+                              .hidden = config_.hidden});
+  }
+
   // y = the final norm of the residual x [rows, residual_width], with several streams of their sum
   // at the end of the model.
   void finish(const DecoderWeights& weights, const float* x, void* y, DType y_dtype) const {

@@ -394,7 +394,9 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
   if (block.confidence != ConfidenceHead::kNone) {
     visit.floats(weights.confidence, {"confidence.weight", 1},
                  block.confidence_inputs(config.hidden));
-    visit.vector(weights.confidence_bias, VectorKind::kBias, {{"confidence", 1}});
+    if (block.has_confidence_bias) {
+      visit.vector(weights.confidence_bias, VectorKind::kBias, {{"confidence", 1}});
+    }
   }
   if (drafter.kind == DrafterKind::kGemma4Mtp) {
     visit.linear(weights.feedback, {.name = "feedback",

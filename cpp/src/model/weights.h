@@ -112,7 +112,7 @@ struct DraftHeadWeights {
   const std::byte* markov_table = nullptr;
   Linear markov;
   Linear markov_mix;
-  // With a confidence head, else null: [BlockConfig::confidence_inputs] and [1].
+  // With a confidence head, else null: [BlockConfig::confidence_inputs] and, with a bias, [1].
   const float* confidence = nullptr;
   const float* confidence_bias = nullptr;
   // With centroids, else absent.

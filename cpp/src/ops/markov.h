@@ -69,7 +69,7 @@ struct EstimateAcceptanceParams {
   const void* h;        // [max_rows, hidden] dtype
   const float* e;       // [max_rows, rank]; not read where rank is 0
   const float* weight;  // [hidden + rank]
-  const float* bias;    // [1]
+  const float* bias;    // [1]; null: 0
   float* probability;   // [max_rows]
   int32_t hidden;
   int32_t rank;  // 0: the head reads h alone

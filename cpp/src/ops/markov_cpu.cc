@@ -109,10 +109,11 @@ void advance_markov(CpuContext& ctx, const AdvanceMarkovParams& p) {
 void estimate_acceptance(CpuContext& ctx, const EstimateAcceptanceParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   check_float(p.dtype);
+  const float bias = p.bias != nullptr ? *p.bias : 0.0f;
   for_rows(ctx, num_rows, int64_t{p.hidden + p.rank} * 8, [&](int32_t row) {
     run_best_isa<EstimateKernel>(static_cast<const float*>(p.h) + int64_t{row} * p.hidden, p.hidden,
                                  p.rank > 0 ? p.e + int64_t{row} * p.rank : nullptr, p.rank,
-                                 p.weight, *p.bias, p.probability + row);
+                                 p.weight, bias, p.probability + row);
   });
 }
 

@@ -87,6 +87,20 @@ struct ReadStreamsParams {
 void read_streams(CpuContext&, const ReadStreamsParams&);
 void read_streams(CudaContext&, const ReadStreamsParams&);
 
+// y = the sum that read_streams norms, with its bits.
+struct SumStreamsParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  const float* x;    // [max_rows, num_streams, hidden]
+  const float* mix;  // [max_rows, mix_stride], pre first
+  int32_t mix_stride;
+  float* y;  // [max_rows, hidden]
+  int32_t num_streams;
+  int32_t hidden;
+};
+void sum_streams(CpuContext&, const SumStreamsParams&);
+void sum_streams(CudaContext&, const SumStreamsParams&);
+
 // y[j] = post[j] * x + sum over the streams i of C[i][j] * y[i], in place: the product first, then
 // fused multiply-adds in the order of i.
 struct WriteStreamsParams {

@@ -80,18 +80,31 @@ struct MixKernel {
   }
 };
 
+// y = the sum over the streams s of pre[s] * x[s].
+[[gnu::always_inline]] inline void sum_row(const float* x, const float* pre, int32_t num_streams,
+                                           int64_t hidden, float* y) {
+  for (int64_t i = 0; i < hidden; ++i) {
+    float sum = pre[0] * x[i];
+    for (int32_t s = 1; s < num_streams; ++s) sum = std::fma(pre[s], x[s * hidden + i], sum);
+    y[i] = sum;
+  }
+}
+
+struct SumKernel {
+  [[gnu::always_inline]] static void run(const SumStreamsParams* params, int64_t row) {
+    const SumStreamsParams& p = *params;
+    sum_row(p.x + row * p.num_streams * p.hidden, p.mix + row * p.mix_stride, p.num_streams,
+            p.hidden, p.y + row * p.hidden);
+  }
+};
+
 struct ReadKernel {
   [[gnu::always_inline]] static void run(const ReadStreamsParams* params, int64_t row) {
     const ReadStreamsParams& p = *params;
     const int64_t hidden = p.hidden;
-    const float* const x = p.x + row * p.num_streams * hidden;
-    const float* const pre = p.mix + row * p.mix_stride;
     float* const y = static_cast<float*>(p.y) + row * hidden;
-    for (int64_t i = 0; i < hidden; ++i) {
-      float sum = pre[0] * x[i];
-      for (int32_t s = 1; s < p.num_streams; ++s) sum = std::fma(pre[s], x[s * hidden + i], sum);
-      y[i] = sum;
-    }
+    sum_row(p.x + row * p.num_streams * hidden, p.mix + row * p.mix_stride, p.num_streams, hidden,
+            y);
     const float factor = 1.0f / std::sqrt(dot(y, y, hidden) / static_cast<float>(hidden) + p.eps);
     for (int64_t i = 0; i < hidden; ++i) y[i] = y[i] * factor * p.weight[i];
   }
@@ -168,6 +181,13 @@ void read_streams(CpuContext& ctx, const ReadStreamsParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   for_rows(ctx, num_rows, int64_t{4} * p.hidden * (p.num_streams + 3),
            [&](int32_t row) { run_best_isa<ReadKernel>(&p, int64_t{row}); });
+}
+
+void sum_streams(CpuContext& ctx, const SumStreamsParams& p) {
+  check_streams(p.num_streams);
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  for_rows(ctx, num_rows, int64_t{4} * p.hidden * (p.num_streams + 1),
+           [&](int32_t row) { run_best_isa<SumKernel>(&p, int64_t{row}); });
 }
 
 void write_streams(CpuContext& ctx, const WriteStreamsParams& p) {

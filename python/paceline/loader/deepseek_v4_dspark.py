@@ -10,12 +10,13 @@ the equations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from paceline._core import ModelFileError
 
 from . import deepseek_v4
+from .block_facts import CONFIDENCE_WEIGHT, MARKOV_TABLE, MARKOV_WEIGHT
 from .decoder_tensors import tensor_spec
 from .deepseek_v4_tensors import (
     PUBLISHED,
@@ -36,8 +37,6 @@ from .section import Section
 from .tensor_source import TensorSource, WeightMap, Weights
 
 _STAGE: Final = "mtp."
-#: Tensors of the confidence head, which is not used yet.
-_CONFIDENCE: Final = "confidence_head."
 
 
 def has_stage(weights: Weights) -> bool:
@@ -47,7 +46,7 @@ def has_stage(weights: Weights) -> bool:
 
 def translate_stages(
     top: Section, target: Target, weights: Weights | None
-) -> tuple[Family, WeightMap, list[str]]:
+) -> tuple[Family, WeightMap]:
     """Translates the stages of a target.
 
     Args:
@@ -56,8 +55,7 @@ def translate_stages(
         weights: The target's tensors; None: there are none.
 
     Returns:
-        The description with the tensors it needs, the tensors of the stages, and notes for the
-        user.
+        The description with the tensors it needs, and the tensors of the stages.
 
     Raises:
         ValueError: They are the stages of another target; names both values.
@@ -70,11 +68,16 @@ def translate_stages(
     layers = _target_layers(top, hf.text, target)
     count = len(layers)
     found: dict[str, TensorSource] = {}
+    has_confidence = True
     if weights is not None:
         found = {name: s for name, s in weights.owners.items() if name.startswith(_STAGE)}
         _check_stages(weights.where, found, hf.text, count)
+        has_confidence = f"{_STAGE}{count - 1}.{CONFIDENCE_WEIGHT}" in found
     description, shape, described, formats = deepseek_v4.describe_drafting_layer(hf, more_window=1)
     rank = hf.text.integer("dspark_markov_rank")
+    heads: dict[str, Any] = {"markov": {"kind": "vanilla", "rank": rank}}
+    if has_confidence:
+        heads["confidence"] = {"reads_token": True, "before_norm": True, "lacks_bias": True}
     config: dict[str, Any] = {
         **whole.config,
         "name": DSPARK,
@@ -93,7 +96,7 @@ def translate_stages(
                 "samples_from_anchor": True,
                 "full": {"is_causal": False},
                 "sliding": {"is_causal": False, "is_anchored": True},
-                "markov": {"kind": "vanilla", "rank": rank},
+                **heads,
             },
         ),
     }
@@ -102,13 +105,12 @@ def translate_stages(
         DSPARK,
         hf.architecture,
         config,
-        tuple(_tensors(shape, described, formats, count, rank)),
+        tuple(_tensors(shape, described, formats, count, config["drafter"]["block"])),
         (PUBLISHED.prefix,),
-        ignored_prefixes=(f"{_STAGE}{count - 1}.{_CONFIDENCE}",),
         lm_head_names=(PUBLISHED.lm_head,),
     )
     where = "" if weights is None else weights.where
-    return family, WeightMap(where, found), ["the drafter's confidence head is not used"]
+    return family, WeightMap(where, found)
 
 
 def _target_layers(top: Section, text: Section, target: Target) -> list[int]:
@@ -140,9 +142,9 @@ def _check_stages(where: str, found: dict[str, TensorSource], text: Section, cou
 
 
 def _tensors(
-    shape: V4Shape, layer: V4Layer, formats: V4Formats, count: int, rank: int
+    shape: V4Shape, layer: V4Layer, formats: V4Formats, count: int, block: Mapping[str, Any]
 ) -> Iterator[TensorSpec]:
-    """Every tensor but those of the confidence head."""
+    """Every tensor, those of the heads by the object "block" of the description."""
     first, last = f"{_STAGE}0.", f"{_STAGE}{count - 1}."
     hidden = (shape.hidden, "hidden_size")
     taps = (count * shape.hidden, f"{count} * hidden_size")
@@ -152,6 +154,9 @@ def _tensors(
         yield from layer_tensors(shape, layer, formats, PUBLISHED, f"layers.{i}.", f"{_STAGE}{i}.")
     yield tensor_spec("final_norm.weight", f"{last}norm.weight", hidden)
     yield from end_mix(shape, PUBLISHED, last)
-    for name, source in (("markov.table", "markov_w1"), ("markov", "markov_w2")):
-        dims = ((shape.vocab, "vocab_size"), (rank, "dspark_markov_rank"))
-        yield tensor_spec(f"{name}.weight", f"{last}markov_head.{source}.weight", *dims)
+    rank = (block["markov"]["rank"], "dspark_markov_rank")
+    for name, source in (("markov.table", MARKOV_TABLE), ("markov", MARKOV_WEIGHT)):
+        yield tensor_spec(f"{name}.weight", last + source, (shape.vocab, "vocab_size"), rank)
+    if "confidence" in block:
+        columns = (shape.hidden + rank[0], "hidden_size + dspark_markov_rank")
+        yield tensor_spec("confidence.weight", last + CONFIDENCE_WEIGHT, (1, "1"), columns)

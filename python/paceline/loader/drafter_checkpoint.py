@@ -188,7 +188,8 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
         family, layer = translate_mtp(top, target, weights)
         tensors = bind(family, layer, top.source)
     elif own_block_kind(top) == kind:
-        family, layer, notes = translate_stages(top, target, weights)
+        notes = []
+        family, layer = translate_stages(top, target, weights)
         tensors = bind(family, layer, top.source)
     else:
         shapes = {name: tuple(shard.info(name)[1]) for name, shard in owners.items()}
@@ -255,7 +256,7 @@ def drafter_config(
     elif kind == MTP:
         family, _ = translate_mtp(top, target, None)
     elif own_block_kind(top) == kind:
-        family, _, _ = translate_stages(top, target, None)
+        family, _ = translate_stages(top, target, None)
     elif kind in BLOCK_KINDS:
         family, _ = translate_block(kind, top, guess_block_facts(top, target), target)
     else:
