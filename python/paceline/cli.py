@@ -241,7 +241,8 @@ def _add_convert(commands: Any) -> None:
 
 def _run_convert(args: argparse.Namespace) -> int:
     from paceline.hub import find_folder
-    from paceline.loader.convert import block_subfolders, check_options, convert
+    from paceline.loader.block_kinds import block_subfolders
+    from paceline.loader.convert import check_options, convert
 
     if not args.quiet:
         check_output()

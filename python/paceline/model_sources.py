@@ -14,7 +14,11 @@ from paceline._core import ModelNotFoundError
 from paceline.checks import shorten
 from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
-from paceline.loader.block_kinds import block_kind_of_config, own_block_kind
+from paceline.loader.block_kinds import (
+    block_kind_of_config,
+    block_subfolders,
+    own_block_kind,
+)
 from paceline.loader.deepseek_v4_dspark import has_stage
 from paceline.loader.drafter_checkpoint import detect_method, stated_num_drafts
 from paceline.loader.files import find
@@ -136,12 +140,12 @@ def _with_block_drafter(
     if given is not None and not needs_drafter and not is_named:
         return given.completed(str(folder.path))
     names = BLOCK_METHODS if given is None or given.method is None else (given.method,)
-    found = [name for name in names if find(folder.path / name) is not None]
+    found = [name for name in block_subfolders(folder.path) if name in names]
     if len(found) > 1:
         raise ValueError(
             f"{folder.path} has the drafters {' and '.join(map(repr, found))}, and "
             "speculative_config names neither; allowed: a 'method' that is one of them, or "
-            "{'method': None} for plain decoding"
+            "{'method': None} (in JSON null) for plain decoding"
         )
     if found:
         _check_subfolder(folder.path / found[0])
@@ -164,7 +168,7 @@ def _check_subfolder(path: Path) -> None:
     """Refuses a subfolder of a target that is named after a method and has no drafter for it."""
     role = (
         f"a subfolder {path.name!r} of a target is its drafter, unless speculative_config names "
-        "another drafter or is {'method': None}"
+        "another drafter or is {'method': None} (in JSON null)"
     )
     try:
         kind = block_kind_of_config(CheckpointFolder(path).config)

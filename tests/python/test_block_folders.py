@@ -46,7 +46,7 @@ def test_a_subfolder_of_the_target_drafts(
 
 def test_subfolders_that_do_not_say_which(target_with: Any) -> None:
     path = target_with(dspark="deepseek", dflash="z-lab")
-    with raises(ValueError, path, "'dflash' and 'dspark'", "{'method': None}"):
+    with raises(ValueError, path, "'dflash' and 'dspark'", "{'method': None} (in JSON null)"):
         LLM(path, **ENGINE)
     with LLM(path, speculative_config={"method": "dflash"}, **ENGINE) as llm:
         assert llm.speculative_config is not None

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Final
 
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .deepseek_v4 import BLOCK_SIZE, has_stages
-from .drafters import DFLASH, DSPARK
+from .drafters import BLOCK_KINDS, DFLASH, DSPARK
+from .files import find
 from .section import Section
 
 #: Drafters of other papers, by a part of their architecture's name.
@@ -38,6 +40,11 @@ def block_kind_of_config(top: Section) -> str | None:
 def own_block_kind(top: Section) -> str | None:
     """The method of the block drafter in a target's own files; None: the target has none."""
     return DSPARK if has_stages(top) else None
+
+
+def block_subfolders(path: Path) -> list[str]:
+    """The methods for which a target's folder has a drafter in a subfolder."""
+    return [kind for kind in BLOCK_KINDS if find(path / kind) is not None]
 
 
 def has_gemma4_layers(top: Section) -> bool:

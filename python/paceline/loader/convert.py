@@ -17,7 +17,7 @@ from typing import Any, Final
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .binding import BoundTensor
-from .block_kinds import own_block_kind
+from .block_kinds import block_subfolders, own_block_kind
 from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
@@ -29,7 +29,6 @@ from .drafter_checkpoint import (
 )
 from .drafters import BLOCK_KINDS, MTP
 from .families import check_dtype
-from .files import find
 from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .mask_row import add_mask_row
 from .pickles import convert_pickle, read_pickle
@@ -159,11 +158,6 @@ def _names_own_drafter(folder: CheckpointFolder, method: str | None) -> bool:
     if method not in BLOCK_KINDS or folder.has_only_pickle:
         return False
     return own_block_kind(folder.config) == method
-
-
-def block_subfolders(path: Path) -> list[str]:
-    """The methods for which a target's folder has a drafter in a subfolder."""
-    return [kind for kind in BLOCK_KINDS if find(path / kind) is not None]
 
 
 def check_options(

@@ -137,7 +137,7 @@ def _check_stages(where: str, found: dict[str, TensorSource], text: Section, cou
         f"{where}: the files have {stages}; method {DSPARK!r} needs {_STAGE}0 to "
         f'{_STAGE}{count - 1}, one stage for each layer of "{key}" of {text.source}; expected '
         "the checkpoint as published (transformers leaves the stages "
-        "out when it saves a model), or {'method': None} for plain decoding"
+        "out when it saves a model), or {'method': None} (in JSON null) for plain decoding"
     )
 
 
