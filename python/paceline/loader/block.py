@@ -62,8 +62,8 @@ def translate_block(
     block = block_section(top)
     for section in {id(s): s for s in (top, layer, block)}.values():
         _check_supported(section)
-    its = read_block_layers(top, layer, block, target)
-    sizes = its.sizes
+    stack = read_block_layers(top, layer, block, target)
+    sizes = stack.sizes
     _check_target(top, layer, sizes, facts, target)
     notes: list[str] = []
     drafter = describe_drafter(
@@ -77,7 +77,7 @@ def translate_block(
     )
     is_anchored = drafter["block"]["sliding"]["is_anchored"]
     config = describe_block(
-        kind, top, layer, block, its, facts, target, notes, is_anchored=is_anchored
+        kind, top, layer, block, stack, facts, target, notes, is_anchored=is_anchored
     )
     config["drafter"] = drafter
     take_positions(config, sizes, target, notes)
@@ -91,7 +91,7 @@ def translate_block(
         kind,
         (top.strings("architectures") or [kind])[0],
         config,
-        block_tensors(its, facts, drafter),
+        block_tensors(stack, facts, drafter),
         prefixes=(facts.prefix,),
         ignored_prefixes=(*ignored, *facts.copies),
         rounds_embed_scale=True,

@@ -131,7 +131,7 @@ def describe_block(
     top: Section,
     layer: Section,
     block: Section,
-    its: BlockLayers,
+    stack: BlockLayers,
     facts: BlockFacts,
     target: Target,
     notes: list[str],
@@ -145,7 +145,7 @@ def describe_block(
         top: The drafter's configuration.
         layer: The part of it that describes layers.
         block: The part of it that describes the block.
-        its: The layers.
+        stack: The layers.
         facts: The parts that the drafter has.
         target: The target that it must fit.
         notes: Gets notes for the user.
@@ -155,13 +155,13 @@ def describe_block(
         ModelFileError: A key has a wrong value.
         NotImplementedError: A value is not supported.
     """
-    embed_scale = _embed_scale(top, block, its, target, notes)
-    if its.is_gemma4:
+    embed_scale = _embed_scale(top, block, stack, target, notes)
+    if stack.is_gemma4:
         config = describe_gemma4(
             kind,
             layer,
-            its.sizes,
-            its.layers,
+            stack.sizes,
+            stack.layers,
             is_unified=False,
             ties_lm_head=False,
             embed_scale=embed_scale,
@@ -170,12 +170,12 @@ def describe_block(
         cap = find_key("final_logit_softcapping", block, top)
         config = describe(
             kind,
-            its.sizes,
-            its.layers,
+            stack.sizes,
+            stack.layers,
             # All rows see the window before the first row, which itself is one more.
-            window=its.window + 1 if its.window and is_anchored else its.window,
+            window=stack.window + 1 if stack.window and is_anchored else stack.window,
             ropes=dict.fromkeys(LAYER_TYPES, read_rope(layer, 10_000.0)),
-            attention_scale=its.sizes.head_dim**-0.5,
+            attention_scale=stack.sizes.head_dim**-0.5,
             activation=read_activation(layer, ("hidden_act",), "silu"),
             ties_lm_head=False,
             has_qk_norm=True,
@@ -189,7 +189,7 @@ def describe_block(
 
 
 def _embed_scale(
-    top: Section, block: Section, its: BlockLayers, target: Target, notes: list[str]
+    top: Section, block: Section, stack: BlockLayers, target: Target, notes: list[str]
 ) -> float:
     """The factor on the embeddings of a block's rows, which depends on the layout.
 
@@ -198,10 +198,10 @@ def _embed_scale(
     z-lab with the embeddings of their target.
     """
     stated = find_key(_SCALE_KEY, block, top)
-    if its.is_gemma4 or top.has(SPECULATORS):
+    if stack.is_gemma4 or top.has(SPECULATORS):
         if stated is not None:
             raise stated.refusal(_SCALE_KEY, "no such key in this layout")
-        return round_to_float32(sqrt(its.sizes.hidden)) if its.is_gemma4 else 1.0
+        return round_to_float32(sqrt(stack.sizes.hidden)) if stack.is_gemma4 else 1.0
     if stated is not None:
         return stated.number(_SCALE_KEY)
     of_target = float(target.config["embed_scale"])

@@ -14,10 +14,10 @@ from .family import TensorSpec
 
 
 def block_tensors(
-    its: BlockLayers, facts: BlockFacts, drafter: Mapping[str, Any]
+    stack: BlockLayers, facts: BlockFacts, drafter: Mapping[str, Any]
 ) -> tuple[TensorSpec, ...]:
     """Lists every tensor but `d2t`, in the order in which the model is filled."""
-    sizes = its.sizes
+    sizes = stack.sizes
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
     num_aux = len(drafter["aux_layers"])
@@ -28,18 +28,18 @@ def block_tensors(
         specs.append(tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden))
     specs.append(tensor_spec("fc.weight", "fc.weight", hidden, columns))
     specs.append(tensor_spec("hidden_norm.weight", "hidden_norm.weight", hidden))
-    for i, layer in enumerate(its.layers):
+    for i, layer in enumerate(stack.layers):
         specs += layer_tensors(
             f"layers.{i}.",
             f"layers.{i}.",
             sizes,
             layer,
-            norms=SANDWICH_NORMS if its.is_gemma4 else PRE_NORMS,
+            norms=SANDWICH_NORMS if stack.is_gemma4 else PRE_NORMS,
             has_qk_norm=True,
             has_qkv_bias=facts.has_qkv_bias,
             has_o_bias=facts.has_o_bias,
         )
-        if its.is_gemma4:
+        if stack.is_gemma4:
             specs.append(tensor_spec(f"layers.{i}.scale", f"layers.{i}.layer_scalar", (1, "1")))
     specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
     if facts.draft_vocab_size is not None:
