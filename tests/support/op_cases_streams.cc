@@ -126,7 +126,7 @@ OpInstance make_sum_streams(const StreamsSpec& s, const Rows& rows, uint64_t see
   OpInstance op;
   const Handle num_rows = add_num_rows(op, rows);
   const Handle x = add_streams(op, "x", Role::kInput, s, rows, seed);
-  const Handle mix = add_mix(op, s, rows, seed);
+  const Handle mix = add_mix(op, Role::kInput, s, rows, seed);
   const int32_t max_rows = rows.max_rows;
   const Handle y = op.add(
       output_array("y", Element::kF32, Element::kF32, int64_t{max_rows} * s.hidden, s.hidden));
