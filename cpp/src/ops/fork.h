@@ -2,9 +2,9 @@
 #pragma once
 
 // A fork is a sequence that takes over the first positions of another sequence, its parent, or of
-// the prefix cache. Before
-// the first row of the iteration in which the fork begins, these ops copy to it: the KV of blocks
-// that the two cannot share, the block tables, the token history, and the set of tokens that
+// the prefix cache.
+// Before the first row of the iteration in which the fork begins, these ops copy to it: the KV of
+// blocks that the two cannot share, the block tables, the token history, and the set of tokens that
 // penalties consider.
 //
 // Order: copy_blocks at any time before the rows; fork_sequences after clear_counts.

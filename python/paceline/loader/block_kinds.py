@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of block drafter a configuration is of, and the keys that say it."""
+"""The kind of block drafter that a configuration describes, and the keys that tell it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def block_kind_of_config(top: Section) -> str | None:
     """The method of a configuration, "dflash" or "dspark"; None: it is no block drafter.
 
     Raises:
-        NotImplementedError: It is a block drafter that is not supported; names what is.
+        NotImplementedError: It is a block drafter that is not supported; the message names those
+            that are.
     """
     for plain in _plain_names(top):
         if any(other in plain for other in _OTHERS):
@@ -58,7 +59,7 @@ def is_named_dspark(top: Section) -> bool:
 
 
 def _plain_names(top: Section) -> list[str]:
-    """What names the drafter's class, in lower case, letters and digits only."""
+    """The names of the drafter's class, in lower case, letters and digits only."""
     names = list(top.strings("architectures") or [])
     if top.has(SPECULATORS):
         names.insert(0, top.text(SPECULATORS))
@@ -113,7 +114,7 @@ def read_mask_token(top: Section, block: Section, vocab_size: int) -> int:
 
 
 def read_causality(top: Section, block: Section) -> bool | None:
-    """What a file that is not one of `speculators` says of all layers; None: it says nothing."""
+    """Whether all layers are causal, in a file that is not one of `speculators`; None: unknown."""
     for section, key in ((top, "is_causal"), (block, "causal")):
         if section.has(key):
             return section.boolean(key)
@@ -121,5 +122,5 @@ def read_causality(top: Section, block: Section) -> bool | None:
 
 
 def samples_from_anchor(top: Section) -> bool:
-    """Whether the row of the newest token predicts one."""
+    """Whether the row of the newest token predicts a token."""
     return top.boolean("sample_from_anchor", is_named_dspark(top))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configuration of a block drafter says of its block, and of the target's layers."""
+"""Reads the block, and the layers of the target, from the configuration of a block drafter."""
 
 from __future__ import annotations
 

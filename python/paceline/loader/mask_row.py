@@ -46,7 +46,7 @@ def add_mask_row(
     Raises:
         ModelNotFoundError: A file is missing.
         ModelFileError: The file holds anything else, or contradicts the configuration.
-        NotImplementedError: The drafter is none that makes blocks, or has embeddings of its own;
+        NotImplementedError: The drafter is no block drafter, or has embeddings of its own;
             or torch is not installed.
         ValueError: It was made for another target.
         OSError: `out` cannot be written.
@@ -86,7 +86,7 @@ def add_mask_row(
 
 
 def _with_row(table: BoundTensor, index: int, row: npt.NDArray[np.float32]) -> Iterator[bytes]:
-    """The bytes of a table in which a row is another one."""
+    """The bytes of a table in which one row is replaced."""
     new = float_bytes(row, table.dtype)
     first = index * len(new)
     begin = 0
