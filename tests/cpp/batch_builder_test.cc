@@ -94,7 +94,17 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   build_batch(plan, window, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 5, 11, 16, 16}));
   EXPECT_EQ(inputs.prefill_start[0], 7);
-  plan.sequences[0].num_missed = plan.sequences[0].catch_up_start = 0;
+  plan.sequences[0].num_missed = 0;
+  plan.sequences[0].catch_up_start = kNoPart;
+  // A chunk without the drafter has a row only where other sequences draft, and only the last
+  // chunk.
+  plan.sequences[1].is_followed = plan.sequences[2].is_followed = false;
+  build_batch(plan, shape, *batch);
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 2, 3, 3, 3}));
+  plan.num_drafts = 0;
+  build_batch(plan, shape, *batch);
+  EXPECT_EQ(inputs.counts->num_first_rows, 0);
+  plan.sequences[1].is_followed = plan.sequences[2].is_followed = true;
   // In a plain iteration it has only the rows of chunks, or those of the verify pass.
   plan.num_drafts = 0;
   build_batch(plan, window, *batch);

@@ -137,6 +137,22 @@ TEST(DraftHead, DraftKvDoesNotDependOnRejectedOrMissedDrafts) {
   EXPECT_GT(rejected, 500);
 }
 
+TEST(DraftHead, ADraftModelCatchesUpWithPromptsThatItHasMissed) {
+  const uint64_t first_seed = seed_from_env(1);
+  int64_t rejected = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    const auto target =
+        random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}), seed)
+            .build();
+    const auto draft = random_raw_model(tiny_config_json({.windows = {0, 0}}), seed + 1).build();
+    for (const bool catches_up : {false, true}) {
+      testing::check_draft_kv(target, draft, seed, &rejected, catches_up);
+    }
+  }
+  EXPECT_GT(rejected, 500);
+}
+
 TEST(DraftHead, EveryDriverLeavesTheSameBits) {
   for (size_t which = 0; which < all_heads().size(); ++which) {
     SCOPED_TRACE("head " + std::to_string(which));

@@ -29,6 +29,10 @@ class PrefixCacheTestPeer {
     cache.groups_[0].node_of[block] = -1;
   }
   static void count_node(PrefixCache& cache) { ++cache.num_nodes_; }
+  // Drops the block of a node, and nothing else.
+  static void drop(PrefixCache& cache, int32_t node, size_t group) {
+    cache.drop_block(node, group);
+  }
   // Node d + 1 is that of depth d where one sequence has been served.
   static void evict(PrefixCache& cache, GroupId group, int32_t depth) {
     cache.evict(group, cache.block(depth + 1, static_cast<size_t>(group)));
@@ -43,8 +47,9 @@ using testing::sliding;
 
 constexpr int32_t kBlockSize = 4;
 
-KvLayout layout_of(const std::vector<KvLayerShape>& target, int64_t num_blocks) {
-  KvLayout layout = plan_kv_layout(target, {}, kBlockSize, DType::kFloat32, 1 << 20);
+KvLayout layout_of(const std::vector<KvLayerShape>& target, int64_t num_blocks,
+                   const std::vector<KvLayerShape>& draft = {}) {
+  KvLayout layout = plan_kv_layout(target, draft, kBlockSize, DType::kFloat32, 1 << 20);
   layout.num_slabs = num_blocks + 1;
   layout.pool_bytes = layout.num_slabs * layout.slab_bytes;
   return layout;
@@ -61,23 +66,25 @@ std::vector<int32_t> joined(std::vector<int32_t> a, const std::vector<int32_t>& 
   return a;
 }
 
+using Parts = PrefixCache::Parts;
+
 struct Host {
-  explicit Host(const KvLayout& layout, int32_t lookahead = 0)
+  explicit Host(const KvLayout& layout, int32_t lookahead = 0, bool may_lack_drafter = false)
       : pool(layout),
-        cache(pool, lookahead),
+        cache(pool, lookahead, may_lack_drafter),
         num_groups(static_cast<int32_t>(layout.groups.size())) {}
 
   // A sequence that computes all tokens but the last and ends.
-  void serve(const std::vector<int32_t>& tokens) {
-    SequenceBlocks blocks = start(tokens);
+  void serve(const std::vector<int32_t>& tokens, Parts parts = Parts::kAll) {
+    SequenceBlocks blocks = start(tokens, parts);
     end(blocks);
   }
-  SequenceBlocks start(const std::vector<int32_t>& tokens) {
+  SequenceBlocks start(const std::vector<int32_t>& tokens, Parts parts = Parts::kAll) {
     SequenceBlocks blocks(num_groups);
     PrefixCache::Cursor cursor;
     const auto size = static_cast<int32_t>(tokens.size());
     EXPECT_TRUE(blocks.reserve(pool, size, 0, writes));
-    cache.extend(cursor, tokens, size - 1, blocks);
+    cache.extend(cursor, tokens, size - 1, blocks, parts);
     expect_intact();
     return blocks;
   }
@@ -219,6 +226,49 @@ TEST(PrefixCache, BlocksAreAdoptedFromHoldersQuarantineAndCache) {
     EXPECT_EQ(host.pool.num_cached(0), 3);
     EXPECT_EQ(host.pool.num_free_slabs(), 20) << "cached blocks count as free";
   }
+}
+
+// Group 0 is the target's, group 1 the drafter's.
+TEST(PrefixCache, BlocksOfTheDrafterMayBeLacking) {
+  Host host(layout_of({full(1, 8)}, 40, {full(1, 8)}), /*lookahead=*/0, /*may_lack_drafter=*/true);
+  const std::vector<int32_t> tokens = tokens_from(0, 22);  // five blocks
+  const auto find = [&] { return host.cache.find(tokens, 21); };
+  host.serve(tokens_from(0, 9));
+  host.serve(tokens, Parts::kTarget);
+  EXPECT_EQ(find().num_tokens, 20);
+  EXPECT_EQ(find().num_drafted, 8);
+  EXPECT_EQ(find().drafted().num_tokens, 8);
+  EXPECT_EQ(host.pool.num_cached(0), 5);
+  EXPECT_EQ(host.pool.num_cached(1), 2);
+
+  // A sequence adopts what there is, and has blocks of its own where the drafter's are lacking.
+  SequenceBlocks blocks(2);
+  const PrefixCache::Match match = find();
+  blocks.adopt(host.pool, host.cache.blocks_of(match), match.num_tokens);
+  EXPECT_EQ(blocks.table(0).size(), 5u);
+  EXPECT_EQ(blocks.table(1).size(), 2u);
+  ASSERT_TRUE(blocks.reserve(host.pool, 22, 0, host.writes));
+  EXPECT_EQ(blocks.table(1).size(), 6u);
+  host.cache.count_hit(blocks, match);
+  EXPECT_EQ(host.cache.counts(0).hit_blocks, 5);
+  EXPECT_EQ(host.cache.counts(1).hit_blocks, 2);
+  // Once its drafter has caught up, all have them.
+  PrefixCache::Cursor cursor = match.drafted_end;
+  host.cache.extend(cursor, tokens, 21, blocks);
+  host.expect_intact();
+  EXPECT_EQ(find().num_drafted, 20);
+  host.end(blocks);
+  EXPECT_EQ(host.pool.num_cached(1), 5);
+
+  // An evicted block of the drafter takes what follows along, too.
+  Peer::evict(host.cache, 1, 3);
+  host.expect_intact();
+  EXPECT_EQ(find().num_tokens, 12);
+  EXPECT_EQ(find().num_drafted, 12);
+  // A block of the drafter below one that is lacking would never be found.
+  Peer::drop(host.cache, 2, 1);
+  EXPECT_NE(host.cache.check_integrity().find("but those above it do not"), std::string::npos)
+      << host.cache.check_integrity();
 }
 
 // Blocks of 2 units and of 1: slabs of 1 and 2 blocks.

@@ -97,10 +97,20 @@ TEST(RowOps, TheFirstPassOfAChunkIsTheSameWhereItsSequenceHasEnded) {
     EXPECT_EQ(head(window.rows.token_ids), (Tokens{7, 8, 1}));
     EXPECT_EQ(last_row, 2);
   }
-  window.in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
+  // Unless the drafter leaves it out.
+  window.in.num_drafts[0] = kLeftOut;
   int32_t last_row = -1;
-  assemble_first_rows(window.ctx, {window.in, window.s, window.rows, FirstRows::kNewest,
-                                   /*results=*/nullptr, &last_row});
+  const auto assemble = [&] {
+    assemble_first_rows(window.ctx, {window.in, window.s, window.rows, FirstRows::kNewest,
+                                     /*results=*/nullptr, &last_row});
+  };
+  assemble();
+  EXPECT_EQ(window.rows.seq_slot[0], -1);
+  window.in.num_drafts[0] = 3;
+  assemble();
+  EXPECT_EQ(window.rows.seq_slot[0], 1);
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
+  assemble();
   EXPECT_EQ(window.rows.seq_slot[0], -1);
 }
 

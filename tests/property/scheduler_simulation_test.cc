@@ -61,6 +61,7 @@ TEST(SchedulerSimulation, InvariantsHoldForAllSeeds) {
     sum.num_catch_ups += report.num_catch_ups;
     sum.num_parts += report.num_parts;
     sum.num_left_out += report.num_left_out;
+    sum.num_missed_chunks += report.num_missed_chunks;
     sum.num_window_releases += report.num_window_releases;
     sum.longest_wait = std::max(sum.longest_wait, report.longest_wait);
     sum.longest_stall = std::max(sum.longest_stall, report.longest_stall);
@@ -72,7 +73,8 @@ TEST(SchedulerSimulation, InvariantsHoldForAllSeeds) {
             << " stalls, longest " << sum.longest_stall << ", " << sum.num_forks << " forks, "
             << sum.num_cancelled << " cancelled, " << sum.num_stopped << " stopped, "
             << sum.num_catch_ups << " times a drafter caught up, " << sum.num_parts << " in parts, "
-            << sum.num_left_out << " sequences left out, " << sum.num_window_releases
+            << sum.num_left_out << " sequences left out, " << sum.num_missed_chunks
+            << " chunks without the drafter, " << sum.num_window_releases
             << " blocks out of windows, longest wait " << sum.longest_wait << " of its bound\n";
   if (is_single) return;
   EXPECT_GE(sum.num_ticks, 200'000) << "integrity of pool and prefix cache is checked in each";
@@ -80,7 +82,7 @@ TEST(SchedulerSimulation, InvariantsHoldForAllSeeds) {
   for (const int64_t count :
        {sum.num_preemptions, sum.num_stalls, sum.num_forks, sum.num_adoptions, sum.num_evicted,
         sum.num_cancelled, sum.num_stopped, sum.num_catch_ups, sum.num_parts, sum.num_left_out,
-        sum.num_window_releases}) {
+        sum.num_missed_chunks, sum.num_window_releases}) {
     EXPECT_GT(count, 0);
   }
 }
@@ -121,7 +123,7 @@ TEST(SchedulerSimulation, SeesAndShrinksPlantedFaults) {
         SimulatedFault::kDropsBlockCopy, SimulatedFault::kKeepsCancelled,
         SimulatedFault::kAppendsTwice, SimulatedFault::kAdvancesTooFar,
         SimulatedFault::kNoLookahead, SimulatedFault::kCachesEnd, SimulatedFault::kCachesMissed,
-        SimulatedFault::kDropsMissed, SimulatedFault::kForgetsLag}) {
+        SimulatedFault::kDropsMissed, SimulatedFault::kDropsPrompt, SimulatedFault::kForgetsLag}) {
     uint64_t seed = 1;
     while (seed < 200 && simulate(make_script(seed), fault).violation.empty()) ++seed;
     ASSERT_LT(seed, 200u) << "fault " << static_cast<int32_t>(fault) << " goes unseen";

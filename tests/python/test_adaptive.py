@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,42 @@ def test_the_default_depends_on_the_acceptance_method(
     custom = {"method": "custom", "drafter": lambda ids: ids[-1:], "num_speculative_tokens": 1}
     with LLM(target_dir, speculative_config=custom, max_num_seqs=2) as llm:
         assert llm.stats()["speculative_decoding"]["adaptive"] is None
+
+
+def test_a_draft_model_misses_prompts_while_no_drafts_pay(
+    pair_of: Callable[[str], tuple[Path, Path]],
+) -> None:
+    """No draft is accepted. The draft model has KV of few of the prompts that follow."""
+    target, draft = pair_of("draft_model")
+    config = {
+        "model": str(draft),
+        "num_speculative_tokens": 4,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 1.0,
+        "x": {"adaptive": True},
+    }
+    engine: dict[str, Any] = {
+        "max_num_seqs": 2, "max_model_len": 256, "kv_cache_bytes": 64 << 20, "device": "cpu",
+    }  # fmt: skip
+    with LLM(target, speculative_config=config, **engine) as llm:
+
+        def cached_blocks(owner: str) -> int:
+            groups = llm.stats()["kv_groups"]
+            return sum(group["cached_blocks"] for group in groups if group["owner"] == owner)
+
+        for _ in range(RUNS):
+            llm.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
+            if llm.stats()["speculative_decoding"]["adaptive"]["num_drafts"] == 0:
+                break
+        before = {owner: cached_blocks(owner) for owner in ("target", "draft")}
+        for i in range(32):
+            prompt = [(i * 7 + j * 3) % 90 + 5 for j in range(160)]
+            llm.generate(prompt, SamplingParams(max_tokens=15, ignore_eos=True, seed=1))
+        added = {owner: cached_blocks(owner) - count for owner, count in before.items()}
+        assert llm._executor.check_integrity() == ""
+    assert added["target"] == 32 * 160 // 16
+    # One of eight, so that the engine still learns which drafts would be accepted.
+    assert 0 < added["draft"] < added["target"] / 2
 
 
 @pytest.mark.parametrize(("length", "good"), [(1.0, {0}), (5.0, {2, 4})])

@@ -111,6 +111,44 @@ def test_hits_and_misses_have_the_same_output(
         assert all(group["held_blocks"] == 0 for group in stats["kv_groups"])
 
 
+def test_what_the_draft_model_has_missed_is_cached_without_it(
+    pair_of: Callable[[str], tuple[Path, Path]],
+) -> None:
+    path, drafter = pair_of("draft_model")
+    config = {"model": str(drafter), "num_speculative_tokens": K, "x": {"adaptive": False}}
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=MAX_TOKENS)
+    plain = SamplingParams(temperature=0.8, seed=5, max_tokens=MAX_TOKENS, num_speculative_tokens=0)
+    with LLM(path, speculative_config=config, enable_prefix_caching=False, **ENGINE) as never:
+        (expected,) = never.generate([A], params)
+    with LLM(path, speculative_config=config, **ENGINE) as llm:
+
+        def blocks(count: str) -> dict[str, int]:
+            groups: dict[str, int] = {}
+            for group in llm.stats()["kv_groups"]:
+                groups[group["owner"]] = groups.get(group["owner"], 0) + group[count]
+            return groups
+
+        # Requests that never draft: the target computes them alone, their output too.
+        for cached in (0, 64):
+            (output,) = llm.generate([A], plain)
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert output.num_cached_tokens == cached
+        assert blocks("cached_blocks")["draft"] == 0
+        assert blocks("hit_blocks")["draft"] == 0
+        # Those that draft use the target's blocks. The draft model catches up, and what it has
+        # computed is cached, too.
+        outputs = [llm.generate([A], params)[0] for _ in range(2)]
+        for output in outputs:
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert output.num_cached_tokens == 64
+        assert blocks("hit_blocks")["target"] == 3 * blocks("hit_blocks")["draft"] > 0
+        # The second one drafts from the start, as after a miss.
+        counters = outputs[1].metrics.speculative_decoding
+        assert counters is not None and counters["num_draft_tokens"] > 0
+        assert counters == expected.metrics.speculative_decoding
+        assert llm._executor.check_integrity() == ""
+
+
 def test_rows_with_results_are_computed() -> None:
     """Prompt logprobs, logits and hidden states need every row, and have the bits of a miss."""
     params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1)

@@ -59,6 +59,7 @@ struct Window {
           .logit_rows = ints(kMaxLen),
           .prefill_tokens = ints(kMaxLen)};
     in.counts->num_seqs = in.counts->num_drafting = 1;
+    in.prefill_start[0] = kNoPart;
     in.num_drafts[0] = k;
     in.seq_slot[0] = 1;
     in.kind[0] = static_cast<int32_t>(RowKind::kDecode);

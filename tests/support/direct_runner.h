@@ -137,20 +137,22 @@ class DirectRunner {
   }
 
   // Adds rows of a sequence to the next iteration; see PlannedSequence. The sequence drafts, unless
-  // it is left out or gets a part of what the drafter has missed, from catch_up_start on.
+  // the drafter leaves out its window or chunk, or gets a part of what it has missed, from
+  // catch_up_start on.
   void plan(int32_t slot, RowKind kind, int32_t start, int32_t num_rows, int32_t num_missed = 0,
-            int32_t catch_up_start = 0, bool is_left_out = false) {
+            int32_t catch_up_start = kNoPart, bool is_left_out = false) {
     Sequence& s = *sequences_[slot];
     plan_.sequences.push_back({.sequence = &s,
                                .kind = kind,
                                .start = start,
                                .num_rows = num_rows,
                                .resets_state = s.needs_reset,
-                               .num_drafts = is_left_out          ? kLeftOut
-                                             : catch_up_start > 0 ? 0
-                                                                  : plan_.num_drafts,
+                               .num_drafts = is_left_out                 ? kLeftOut
+                                             : catch_up_start != kNoPart ? 0
+                                                                         : plan_.num_drafts,
                                .num_missed = num_missed,
-                               .catch_up_start = catch_up_start});
+                               .catch_up_start = catch_up_start,
+                               .is_followed = !is_left_out});
     s.needs_reset = false;
   }
 

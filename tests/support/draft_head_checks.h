@@ -126,7 +126,8 @@ inline std::vector<std::vector<std::byte>> all_kv(const DirectRunner& direct, in
 // Runs three sequences of models whose vocabulary is 64, prompts in chunks of any size beside
 // others that decode already, and compares the KV they end with to that of a prefill of the same
 // tokens. With `catches_up` some iterations are plain, so that the drafter misses their tokens and
-// gets them later, in parts or at once. Adds to `rejected` how many drafts were wrong.
+// gets them later, in parts or at once; a draft model also misses chunks of prompts. Adds to
+// `rejected` how many drafts were wrong.
 inline void check_draft_kv(const std::shared_ptr<const Model>& target,
                            const std::shared_ptr<const Model>& head, uint64_t seed,
                            int64_t* rejected, bool catches_up = false) {
@@ -137,6 +138,7 @@ inline void check_draft_kv(const std::shared_ptr<const Model>& target,
   const DirectOptions options{
       .max_seqs = 3, .num_draft_tokens = k, .kept_hidden_tokens = catches_up ? kRounds + 1 : 0};
   DirectRunner direct(target, head, options);
+  const bool is_draft_model = !head->config.drafter.has_value();
   std::mt19937_64 lulls(seed + 1);
   std::vector<int32_t> missed(3, 0);
   std::vector<int32_t> ready(3, k);  // drafts for the next window
@@ -157,8 +159,8 @@ inline void check_draft_kv(const std::shared_ptr<const Model>& target,
       if (left == 0 && is_plain) {
         // Beside chunks a draft head follows those that it has followed so far.
         const bool is_left_out = has_prefill && missed[slot] > 0;
-        direct.plan(slot, RowKind::kDecode, 0, 1, 0, 0, is_left_out);
-        missed[slot] += !has_prefill || is_left_out ? 1 : 0;
+        direct.plan(slot, RowKind::kDecode, 0, 1, 0, kNoPart, is_left_out);
+        missed[slot] += is_draft_model || !has_prefill || is_left_out ? 1 : 0;
         ready[slot] = 0;
         continue;
       }
@@ -175,10 +177,12 @@ inline void check_draft_kv(const std::shared_ptr<const Model>& target,
         ready[slot] = k;
         continue;
       }
-      ready[slot] = is_plain ? 0 : k;
       const auto rows = static_cast<int32_t>(1 + random() % left);
+      const bool is_missed = is_draft_model && catches_up && (missed[slot] > 0 || lulls() % 2 == 0);
       direct.plan(slot, rows == left ? RowKind::kPrefillFinal : RowKind::kPrefillPartial,
-                  done[slot], rows);
+                  done[slot], rows, 0, kNoPart, is_missed);
+      missed[slot] += is_missed ? rows : 0;
+      ready[slot] = is_plain || is_missed ? 0 : k;
       done[slot] += rows;
     }
     direct.run();

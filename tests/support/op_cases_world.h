@@ -283,7 +283,7 @@ class World {
     shuffle(slots, stream_);
     batch_slots_.assign(slots.begin(), slots.begin() + s_.max_seqs);
     kinds_.assign(size, 0);
-    starts_.assign(size, 0);
+    starts_.assign(size, kNoPart);
     lens_.assign(static_cast<size_t>(max_slots_), 1);
     // Only with a token before the newest is there a position with KV to draft from.
     const int32_t shortest = s_.drafted_by == DraftedBy::kFixed ? 2 : 1;

@@ -218,8 +218,9 @@ SequenceResult SimulatedDevice::verify(const StagedInputs& in, int32_t i) {
   }
   const int32_t num_rows = in.verify_indptr[i + 1] - in.verify_indptr[i];
   const int32_t most_rows = slot.owner.output->max_drafts() + 1;
-  require(script_.varies_drafts() ? num_rows <= most_rows : num_rows == most_rows, "a window has ",
-          num_rows, " rows, not ", most_rows);
+  const bool may_be_shorter = script_.varies_drafts() || script_.options.may_miss_prompts;
+  require(may_be_shorter ? num_rows <= most_rows : num_rows == most_rows, "a window has ", num_rows,
+          " rows, not ", most_rows);
   const int32_t known_len = slot.known_len;
   int32_t num_live = 0;
   while (slot.is_active && num_live < num_rows && num_live <= slot.draft_len &&
@@ -290,6 +291,14 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
   require(!is_plain || !is_decode || num_rows == (follows ? num_verified : 0),
           "a plain iteration has ", num_rows, " rows in the first draft pass");
   if (is_decode && ((is_plain && !follows) || in.num_drafts[i] == kLeftOut)) return;
+  const bool is_final = kind == RowKind::kPrefillFinal;
+  if (!is_decode && script_.options.may_miss_prompts && num_rows < num_verified + is_final) {
+    // The target computes the chunk alone.
+    const bool has_row = !is_plain && is_final;
+    require(num_rows == (has_row ? 1 : 0) && slot.max_drafts == 0, "a chunk has ", num_rows,
+            " rows in the first draft pass, of ", num_verified);
+    return;
+  }
   if (script_.first_rows != FirstRows::kNone && (slot.is_active || !is_decode)) {
     int32_t begin = start;
     int32_t end = start + num_verified;
@@ -302,18 +311,19 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
       begin = slot.known_len - result.emitted_len - 1;
       end = slot.known_len - 1;
     }
-    if (is_decode && start > 0) {
+    if (is_decode && start != kNoPart) {
       // A part of the tokens that the drafter has missed.
       begin = start;
       end = start + num_rows;
       num_expected = num_rows;
       require(num_rows > 0 && end < slot.known_len && slot.max_drafts == 0,
               "a part of the missed tokens ends at ", end, " of ", slot.known_len);
-    } else if (is_decode && script_.varies_drafts()) {
+    } else if (is_decode && (script_.varies_drafts() || script_.options.may_miss_prompts)) {
       begin -= num_rows - num_expected;
       num_expected = std::max(num_rows, num_expected);
-      require(begin >= slot.owner.output->prompt_len() - 1, "the drafter goes back to position ",
-              begin);
+      require(begin >= 0 && (script_.options.may_miss_prompts ||
+                             begin >= slot.owner.output->prompt_len() - 1),
+              "the drafter goes back to position ", begin);
     }
     require(num_rows == num_expected, "batch row ", i, " has ", num_rows,
             " rows in the first draft pass, not ", num_expected);

@@ -186,6 +186,7 @@ class Simulation {
         draft_schedule_.is_given() ? draft_schedule_.next() : script_.options.num_draft_tokens;
     entry.plan.max_catch_up =
         draft_schedule_.is_given() && mix(static_cast<uint64_t>(now_)) % 4 == 0 ? 4 : INT32_MAX;
+    entry.plan.skips_prompts = draft_schedule_.is_given() && draft_schedule_.skips_prompts();
     if (script_.least_prompt_rows > 0) {
       const uint64_t more = mix(static_cast<uint64_t>(now_) + 5) % 8;
       entry.plan.max_prompt_rows = script_.least_prompt_rows + static_cast<int32_t>(more);
@@ -195,17 +196,20 @@ class Simulation {
     entry.rows.clear();
     std::vector<SimulatedOwner> owners;
     for (PlannedSequence& launch : entry.plan.sequences) {
-      if (fault_ == SimulatedFault::kDropsMissed && launch.catch_up_start == 0) {
+      if (fault_ == SimulatedFault::kDropsMissed && launch.catch_up_start == kNoPart) {
         launch.num_missed = 0;
       }
+      const bool misses_chunk = launch.kind != RowKind::kDecode && !launch.is_followed;
+      if (fault_ == SimulatedFault::kDropsPrompt && misses_chunk) launch.sequence->num_missed = 0;
       SimulatedSequence& live = live_of(*launch.sequence);
       require(!live.was_launched, "a sequence is planned twice");
       live.was_launched = true;
       entry.rows.push_back(&live);
       owners.push_back(live.owner);
       report_.num_catch_ups += launch.num_missed > 0 ? 1 : 0;
-      report_.num_parts += launch.catch_up_start > 0 ? 1 : 0;
+      report_.num_parts += launch.catch_up_start != kNoPart ? 1 : 0;
       report_.num_left_out += launch.num_drafts == kLeftOut ? 1 : 0;
+      report_.num_missed_chunks += misses_chunk ? 1 : 0;
     }
     if (script_.keeps_trace) trace(entry);
     checks_.after_plan(entry.plan, is_launched);

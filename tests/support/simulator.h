@@ -80,6 +80,7 @@ enum class SimulatedFault : uint8_t {
   kCachesEnd,        // the prefix cache learns of blocks that the drafter has not reached
   kCachesMissed,     // the same of blocks that the drafter has missed
   kDropsMissed,      // the drafter drafts on without the tokens that it has missed
+  kDropsPrompt,      // the same of a prompt
   kForgetsLag,       // its windows move on while it has tokens to catch up with
 };
 
@@ -99,6 +100,7 @@ struct SimulationReport {
   int64_t num_catch_ups = 0;        // of a drafter, for a sequence
   int64_t num_parts = 0;            // of which with a part of the missed tokens
   int64_t num_left_out = 0;         // sequences, by iteration
+  int64_t num_missed_chunks = 0;    // that the target has computed alone
   int64_t num_window_releases = 0;  // entries that reserve left null, or that advance released
   double longest_wait = 0;          // iterations waited, as a share of the bound
   int64_t longest_stall = 0;        // iterations in which the oldest sequence lacked blocks

@@ -113,6 +113,10 @@ std::vector<SimulatedRequest> make_requests(Random& random, int32_t num_draft_to
 void vary_drafts(SimulationScript& script) {
   SchedulerOptions& options = script.options;
   options.drafter_falls_behind = script.first_rows != FirstRows::kNone;
+  const bool has_windows =
+      std::any_of(script.draft.begin(), script.draft.end(),
+                  [](const KvLayerShape& layer) { return kv_window(layer.kind) > 0; });
+  options.may_miss_prompts = script.first_rows == FirstRows::kNewest && !has_windows;
   const uint64_t random = mix(script.seed + 77);
   if (options.num_draft_tokens == 0 || random % 2 == 0) return;
   script.draft_schedule_seed = random;
@@ -121,9 +125,6 @@ void vary_drafts(SimulationScript& script) {
     options.draft_lengths.push_back(length);
   }
   options.draft_lengths.push_back(options.num_draft_tokens);
-  const bool has_windows =
-      std::any_of(script.draft.begin(), script.draft.end(),
-                  [](const KvLayerShape& layer) { return kv_window(layer.kind) > 0; });
   if (has_windows) options.max_missed = 1 + static_cast<int32_t>(random / 2 % 12);
 }
 
@@ -231,7 +232,7 @@ std::string SimulationScript::text() const {
       << options.max_adopted_tokens << ", block_size " << block_size << ", num_slabs " << num_slabs
       << ", percent_early " << percent_early << ", draft_schedule_seed " << draft_schedule_seed
       << ", least_prompt_rows " << least_prompt_rows << ", max_missed " << options.max_missed
-      << "\n";
+      << ", may_miss_prompts " << options.may_miss_prompts << "\n";
   const KvLayout planned = layout();
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];

@@ -16,19 +16,24 @@ namespace {
 bool drafts(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal; }
 
 // Rows of a sequence in the drafter's first pass. The drafter prefills the same chunk as the
-// target. In a plain iteration it has no rows for sequences that decode, except that a draft head
-// follows them beside chunks, since its rows there are those of the verify pass.
+// target, or misses it. In a plain iteration it has no rows for sequences that decode, except that
+// a draft head follows them beside chunks, since its rows there are those of the verify pass.
 int32_t num_first_rows(const PlannedSequence& planned, const IterationPlan& plan,
                        const BatchShape& shape) {
   const int32_t num_drafts = plan.num_drafts;
   if (shape.num_draft_tokens == 0 || shape.first_rows == FirstRows::kNone) return 0;
   if (shape.first_rows == FirstRows::kLast) return num_drafts > 0 && drafts(planned.kind) ? 1 : 0;
+  // A chunk without the drafter. In a pass that drafts, its sequence still has a row, which is not
+  // live, since the sequences that draw come first.
+  if (planned.kind != RowKind::kDecode && !planned.is_followed) {
+    return num_drafts > 0 && drafts(planned.kind) ? 1 : 0;
+  }
   switch (planned.kind) {
     case RowKind::kDecode:
       if (num_drafts == 0) {
         return shape.first_rows == FirstRows::kWindow && plan.has_prefill ? planned.num_rows : 0;
       }
-      if (planned.catch_up_start > 0) return planned.num_missed;
+      if (planned.catch_up_start != kNoPart) return planned.num_missed;
       return planned.num_missed + (shape.first_rows == FirstRows::kWindow
                                        ? planned.num_rows
                                        : shape.first_rows_per_decode(num_drafts));

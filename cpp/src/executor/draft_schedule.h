@@ -8,7 +8,7 @@
 namespace paceline {
 
 // A random sequence of values of k', for tests: each stays for a random number of iterations. Also
-// a random number of prompt rows for each iteration.
+// a random number of prompt rows for each iteration, and whether the drafter may miss prompts.
 class DraftSchedule {
  public:
   // `lengths`: the values to choose from. seed 0: there is no schedule.
@@ -27,6 +27,8 @@ class DraftSchedule {
   [[nodiscard]] int32_t next_prompt_rows() {
     return 1 + static_cast<int32_t>(draw() % (draw() % 4 == 0 ? 300 : 16));
   }
+  // Follows from the numbers that have been drawn.
+  [[nodiscard]] bool skips_prompts() const { return (state_ >> 40) % 2 == 0; }
 
  private:
   uint64_t draw() {

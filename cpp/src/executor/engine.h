@@ -149,16 +149,14 @@ class Engine {
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void choose_drafts(IterationPlan& plan);
   void choose_prompt_rows(IterationPlan& plan);
-  // While prompts are computed: the number of drafts that is best for the sequences that will
-  // decode after them, which probably include the waiting requests.
-  [[nodiscard]] int32_t most_drafts() const {
+  // While prompts are computed: the number of sequences that will decode after them, which probably
+  // include the waiting requests.
+  [[nodiscard]] int32_t num_expected_to_decode() const {
     const auto newest = static_cast<size_t>(std::max<int64_t>(newest_launched_, 0)) % ring_.size();
     const int32_t num_decoding = scheduler_.num_decoding();
     const bool has_prompts = ring_[newest].plan.has_prefill || num_decoding == 0;
     const int32_t num_coming = has_prompts ? scheduler_.num_waiting() : 0;
-    const int32_t num_expected =
-        std::min(scheduler_.num_running() + num_coming, options_.scheduler.max_num_seqs);
-    return num_expected > num_decoding ? chooser_->settled(num_expected) : INT32_MAX;
+    return std::min(scheduler_.num_running() + num_coming, options_.scheduler.max_num_seqs);
   }
   // What the chooser learns of a launch whose results are read.
   void observe(const InFlight& launched, DraftChooser::Iteration& observed,

@@ -135,13 +135,24 @@ RunnerOptions runner_options(const ExecutorOptions& o, const Model& target, cons
   return options;
 }
 
+// Whether tokens follow from the lengths of verify windows, beside the seed.
+bool depends_on_windows(const ExecutorOptions& o) {
+  const AcceptMethod method = o.speculative.accept_method;
+  return method == AcceptMethod::kStandard || method == AcceptMethod::kBlock;
+}
+
 PromptRows prompt_rows(const ExecutorOptions& o) {
   if (o.prefill_chunk_size > 0) return PromptRows::kAll;
   // The sizes of chunks may cause preemption, on which tokens of these methods depend. So the sizes
   // must not depend on times.
-  const AcceptMethod method = o.speculative.accept_method;
-  const bool keeps_windows = method == AcceptMethod::kStandard || method == AcceptMethod::kBlock;
-  return keeps_windows ? PromptRows::kFixed : PromptRows::kMeasured;
+  return depends_on_windows(o) ? PromptRows::kFixed : PromptRows::kMeasured;
+}
+
+// Whether prompts may be computed without the drafter: it can catch up with them exactly, since its
+// KV depends on tokens only and stays in memory. Windows are shorter until it has.
+bool may_miss_prompts(const ExecutorOptions& o, const Model& target, const Model* draft,
+                      FirstRows first_rows) {
+  return first_rows == FirstRows::kNewest && !has_windows(target, draft) && !depends_on_windows(o);
 }
 
 }  // namespace
@@ -163,6 +174,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
                     .num_draft_tokens = o.speculative.num_speculative_tokens,
                     .drafter_falls_behind =
                         first_rows == FirstRows::kNewest || first_rows == FirstRows::kWindow,
+                    .may_miss_prompts = may_miss_prompts(o, target, draft, first_rows),
                     .max_missed =
                         varies_drafts(o) && has_windows(target, draft) ? kMaxMissedWithWindows : 0,
                     .max_exact_missed = num_kept > 0 ? num_kept - 1 : INT32_MAX,

@@ -22,7 +22,7 @@ uint64_t mixed(uint64_t value) {
 
 }  // namespace
 
-PrefixCache::PrefixCache(SlabPool& pool, int32_t lookahead)
+PrefixCache::PrefixCache(SlabPool& pool, int32_t lookahead, bool may_lack_drafter)
     : pool_(pool),
       block_size_(pool.layout().groups.at(0).block_size),
       lookahead_(lookahead),
@@ -34,6 +34,8 @@ PrefixCache::PrefixCache(SlabPool& pool, int32_t lookahead)
     Group group;
     group.nodes_per_block = block_tokens(kv_group) / block_size_;
     group.sees_all = kv_window(kv_group.kind) == 0;
+    group.is_optional = may_lack_drafter && kv_group.owner == KvOwner::kDraft;
+    PACELINE_CHECK(group.sees_all || !group.is_optional, "a sliding group of the drafter");
     const int64_t num_blocks = layout.pool_bytes / kv_group.block_bytes;
     group.node_of.assign(static_cast<size_t>(num_blocks), kNone);
     nodes_per_hit_ = std::lcm(nodes_per_hit_, group.nodes_per_block);
@@ -87,6 +89,7 @@ PrefixCache::Match PrefixCache::find(std::span<const int32_t> tokens, int32_t ma
   Match match;
   std::fill(runs_.begin(), runs_.end(), 0);
   int32_t node = kRoot;
+  bool is_drafted = true;
   for (int32_t depth = 0; (depth + 1) * block_size_ <= max_tokens; ++depth) {
     const std::span<const int32_t> wanted = key(tokens, depth);
     node = wanted.empty() ? kNone : child(node, wanted);
@@ -94,14 +97,22 @@ PrefixCache::Match PrefixCache::find(std::span<const int32_t> tokens, int32_t ma
     const int32_t num_tokens = (depth + 1) * block_size_;
     bool is_served = (depth + 1) % nodes_per_hit_ == 0;
     for (size_t g = 0; g < groups_.size(); ++g) {
+      if (groups_[g].is_optional) {
+        const bool ends_block = (depth + 1) % groups_[g].nodes_per_block == 0;
+        is_drafted &= !ends_block || block(node, g) != kNullBlock;
+      }
       if (groups_[g].sees_all) continue;  // a node without its block would not be here
       runs_[g] = block(node, g) != kNullBlock ? runs_[g] + 1 : 0;
       const int32_t num_passed = num_passed_blocks(pool_.layout().groups[g], num_tokens);
       is_served &= runs_[g] >= depth + 1 - num_passed;
     }
     if (is_served) {
-      match = {.num_tokens = num_tokens,
-               .end = {.node = node, .generation = nodes_[static_cast<size_t>(node)].generation}};
+      match.num_tokens = num_tokens;
+      match.end = {.node = node, .generation = nodes_[static_cast<size_t>(node)].generation};
+    }
+    if (is_served && is_drafted) {
+      match.num_drafted = match.num_tokens;
+      match.drafted_end = match.end;
     }
   }
   return match;
@@ -111,7 +122,7 @@ const std::vector<std::vector<BlockId>>& PrefixCache::blocks_of(const Match& mat
   PACELINE_CHECK(is_current(match.end), "the prefix cache has changed since the match");
   for (size_t g = 0; g < groups_.size(); ++g) {
     const KvGroup& group = pool_.layout().groups[g];
-    match_blocks_[g].assign(static_cast<size_t>(match.num_tokens / block_tokens(group)),
+    match_blocks_[g].assign(static_cast<size_t>(num_served(g, match) / block_tokens(group)),
                             kNullBlock);
   }
   for (int32_t node = match.end.node; node != kRoot;
@@ -121,23 +132,24 @@ const std::vector<std::vector<BlockId>>& PrefixCache::blocks_of(const Match& mat
       if ((depth + 1) % groups_[g].nodes_per_block != 0) continue;
       const int32_t index = (depth + 1) / groups_[g].nodes_per_block - 1;
       if (index < num_passed_blocks(pool_.layout().groups[g], match.num_tokens)) continue;
+      if (static_cast<size_t>(index) >= match_blocks_[g].size()) continue;
       match_blocks_[g][static_cast<size_t>(index)] = block(node, g);
     }
   }
   return match_blocks_;
 }
 
-void PrefixCache::count_hit(const SequenceBlocks& blocks, int32_t num_tokens) {
+void PrefixCache::count_hit(const SequenceBlocks& blocks, const Match& match) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     const auto adopted = blocks.table(static_cast<GroupId>(g))
-                             .first(num_tokens / block_tokens(pool_.layout().groups[g]));
+                             .first(num_served(g, match) / block_tokens(pool_.layout().groups[g]));
     counts_[g].hit_blocks +=
         std::ranges::count_if(adopted, [](BlockId block) { return block != kNullBlock; });
   }
 }
 
 void PrefixCache::extend(Cursor& cursor, std::span<const int32_t> tokens, int32_t num_computed,
-                         const SequenceBlocks& blocks) {
+                         const SequenceBlocks& blocks, Parts parts) {
   if (!is_current(cursor)) cursor = {};
   int32_t node = cursor.node;
   int32_t depth = nodes_[static_cast<size_t>(node)].depth + 1;
@@ -148,17 +160,18 @@ void PrefixCache::extend(Cursor& cursor, std::span<const int32_t> tokens, int32_
     if (next == kNone) next = create(node, wanted);
     if (next == kNone) break;
     node = next;
-    attach(node, blocks);
+    attach(node, blocks, parts);
   }
   cursor = {.node = node, .generation = nodes_[static_cast<size_t>(node)].generation};
   remove_bare_leaves(node);
 }
 
-void PrefixCache::attach(int32_t node, const SequenceBlocks& blocks) {
+void PrefixCache::attach(int32_t node, const SequenceBlocks& blocks, Parts parts) {
   const int32_t depth = nodes_[static_cast<size_t>(node)].depth;
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     if ((depth + 1) % group.nodes_per_block != 0 || block(node, g) != kNullBlock) continue;
+    if (group.is_optional && parts == Parts::kTarget) continue;
     const auto index = static_cast<size_t>((depth + 1) / group.nodes_per_block - 1);
     const std::span<const BlockId> table = blocks.table(static_cast<GroupId>(g));
     if (index >= table.size() || table[index] == kNullBlock) continue;

@@ -18,6 +18,10 @@
 // the block of every node, so a node without that block is removed, with all below it. A sliding
 // group needs the blocks of the last window only.
 //
+// If the drafter may lack KV, its groups are optional: a node may lack their blocks, and so do then
+// all nodes below it. A sequence that follows the path later adds the blocks, and if one of them is
+// evicted, its node is removed with all below it as for any other group.
+//
 // Host only: handles ids, never memory. Not thread-safe.
 
 #include <cstdint>
@@ -39,32 +43,43 @@ class PrefixCache {
     uint32_t generation = 0;
   };
   struct Match {
-    int32_t num_tokens = 0;  // whose KV is cached in all groups
+    int32_t num_tokens = 0;  // whose KV is cached in all groups, or in those of the target
     Cursor end;
+    int32_t num_drafted = 0;  // of which in those of the drafter, too
+    Cursor drafted_end;
+
+    // The part that all groups have.
+    [[nodiscard]] Match drafted() const {
+      return {num_drafted, drafted_end, num_drafted, drafted_end};
+    }
   };
+  // Groups whose KV is complete.
+  enum class Parts : uint8_t { kAll, kTarget };
   struct GroupCounts {
     int64_t hit_blocks = 0;      // adopted
     int64_t evicted_blocks = 0;  // cached blocks that were forgotten to make room
   };
 
-  // Registers itself with the pool, which must outlive it.
-  PrefixCache(SlabPool& pool, int32_t lookahead);
+  // Registers itself with the pool, which must outlive it. `may_lack_drafter`: nodes may lack the
+  // blocks of the drafter's groups, none of which is sliding.
+  PrefixCache(SlabPool& pool, int32_t lookahead, bool may_lack_drafter = false);
   PrefixCache(const PrefixCache&) = delete;
   PrefixCache& operator=(const PrefixCache&) = delete;
 
-  // The longest prefix of `tokens`, of at most max_tokens, that every group can serve.
+  // The longest prefix of `tokens`, of at most max_tokens, that every group can serve, or every
+  // group of the target if the drafter's blocks may be lacking.
   [[nodiscard]] Match find(std::span<const int32_t> tokens, int32_t max_tokens);
   // The blocks of a match that queries after it see, for SequenceBlocks::adopt: [groups][blocks],
   // kNullBlock where no query sees the block. Valid until the next call.
   [[nodiscard]] const std::vector<std::vector<BlockId>>& blocks_of(const Match& match);
-  // A sequence runs with the blocks of a match for `num_tokens`.
-  void count_hit(const SequenceBlocks& blocks, int32_t num_tokens);
+  // A sequence runs with the blocks of a match.
+  void count_hit(const SequenceBlocks& blocks, const Match& match);
 
   // Adds the full blocks among the first `num_computed` tokens of a sequence, whose KV is complete
-  // in all groups. `cursor` is where its last call ended, at first the root or the end of the match
-  // that it began with.
+  // in the groups of `parts`. `cursor` is where its last call with the same parts ended, at first
+  // the root or the end of the match that it began with.
   void extend(Cursor& cursor, std::span<const int32_t> tokens, int32_t num_computed,
-              const SequenceBlocks& blocks);
+              const SequenceBlocks& blocks, Parts parts = Parts::kAll);
 
   // Forgets everything; the KV of new weights differs. Blocks stay with their holders.
   void clear();
@@ -97,6 +112,7 @@ class PrefixCache {
   struct Group {
     int32_t nodes_per_block = 1;
     bool sees_all = true;
+    bool is_optional = false;      // of the drafter, if its blocks may be lacking
     std::vector<int32_t> node_of;  // [blocks] kNone: unknown
   };
 
@@ -116,7 +132,11 @@ class PrefixCache {
   [[nodiscard]] bool has_blocks(int32_t node) const;
   // Returns kNone if the tree is full.
   int32_t create(int32_t parent, std::span<const int32_t> key);
-  void attach(int32_t node, const SequenceBlocks& blocks);
+  void attach(int32_t node, const SequenceBlocks& blocks, Parts parts);
+  // Tokens of a match whose blocks a group has.
+  [[nodiscard]] int32_t num_served(size_t group, const Match& match) const {
+    return groups_[group].is_optional ? match.num_drafted : match.num_tokens;
+  }
   void evict(GroupId group, BlockId block);
   void drop_block(int32_t node, size_t group);
   void remove_subtree(int32_t node);

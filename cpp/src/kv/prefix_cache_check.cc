@@ -42,10 +42,19 @@ std::string PrefixCache::check_integrity() const {
       const BlockId known = block(id, g);
       const bool ends_block = (node.depth + 1) % groups_[g].nodes_per_block == 0;
       if (known == kNullBlock) {
-        if (ends_block && groups_[g].sees_all) {
+        if (ends_block && groups_[g].sees_all && !groups_[g].is_optional) {
           return concat("node ", id, " lacks its block of group ", g);
         }
         continue;
+      }
+      if (groups_[g].is_optional) {
+        int32_t above = id;
+        for (int32_t i = 0; i < groups_[g].nodes_per_block && above != kRoot; ++i) {
+          above = nodes_[static_cast<size_t>(above)].parent;
+        }
+        if (above != kRoot && block(above, g) == kNullBlock) {
+          return concat("node ", id, " has a block of group ", g, ", but those above it do not");
+        }
       }
       if (!ends_block || groups_[g].node_of[static_cast<size_t>(known)] != id ||
           !pool_.is_known(static_cast<GroupId>(g), known)) {

@@ -41,18 +41,22 @@ struct Sequence {
   int32_t num_prefilled = 0;      // tokens whose prefill has been launched, or taken over by a fork
                                   // or from the prefix cache
   int32_t num_cached_tokens = 0;  // prompt tokens taken over when the sequence was first admitted
-  // Tokens whose KV is known to be complete in all groups, and where the prefix cache has them.
+  // Tokens whose KV is known to be complete, in the groups of the drafter too unless it may miss
+  // prompts, and where the prefix cache has them.
   int32_t num_computed = 0;
   PrefixCache::Cursor cached_to;
-  int64_t newest_prefill = -1;  // iteration of the newest launch that prefilled
+  PrefixCache::Cursor drafted_to;  // the same for the groups of target and drafter
+  int64_t newest_prefill = -1;     // iteration of the newest launch that prefilled
   SequenceBlocks blocks;
   // Most drafts that the device has for the next window.
   int32_t num_drafts_ahead = 0;
-  // Tokens that launches have emitted, or will, and that the drafter has missed.
+  // Prompt tokens that have been launched, and tokens that launches have emitted, or will, which
+  // the drafter has missed.
   int32_t num_missed = 0;
-  // Tokens that the drafter has followed. Not known while launches are in flight in which it
-  // drafts.
-  int32_t num_followed = 0;
+  // The drafter has the KV of the first num_followed - 1 tokens, and maybe of one more. Not known
+  // while launches are in flight in which it drafts.
+  int32_t num_followed = 1;
+  bool misses_prompt = false;  // the target computes the prompt alone
   // The drafter has followed some tokens without the hidden states of the target, which were no
   // longer kept. Its KV serves this sequence, but not others.
   bool has_holes = false;

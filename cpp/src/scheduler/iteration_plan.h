@@ -10,6 +10,7 @@
 #include "request/sequence.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 
@@ -22,8 +23,8 @@ struct PlannedSequence {
   bool resets_state = false;
   int32_t num_drafts = 0;  // most drafts for the next window, or kLeftOut
   int32_t num_missed = 0;  // tokens that the drafter has missed and gets in this iteration
-  // Position of the first of these rows if they are not all that it has missed; otherwise 0.
-  int32_t catch_up_start = 0;
+  // Position of the first of these rows if they are not all that it has missed; or kNoPart.
+  int32_t catch_up_start = kNoPart;
   bool is_followed = true;   // the drafter has seen all tokens after this iteration
   bool is_cacheable = true;  // and its KV is as if it had missed none
   // Prefill kinds only: tokens that the sequence takes over from the prefix cache in this
@@ -45,6 +46,9 @@ struct IterationPlan {
   // Set before planning: about how many prompt rows there may be in all, if a sequence decodes
   // beside them: the iteration has a multiple of SchedulerOptions::row_step.
   int32_t max_prompt_rows = INT32_MAX;
+  // Set before planning: prompts that begin are computed by the target alone, if the drafter may
+  // miss them (SchedulerOptions::may_miss_prompts).
+  bool skips_prompts = false;
   bool has_prefill = false;                // some sequence has rows that are not kDecode
   bool is_whole = true;                    // no sequence catches up or is left out
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival

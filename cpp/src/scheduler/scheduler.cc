@@ -34,7 +34,9 @@ Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
     : options_(options), pool_(pool) {
   std::vector<int32_t>& lengths = options_.draft_lengths;
   if (lengths.empty()) lengths = {0, options.num_draft_tokens};
-  if (options.enable_prefix_caching) cache_.emplace(pool, options.kv_lookahead);
+  if (options.enable_prefix_caching) {
+    cache_.emplace(pool, options.kv_lookahead, options.may_miss_prompts);
+  }
   free_all_slots();
 }
 
@@ -75,9 +77,11 @@ void Scheduler::add(Sequence& sequence) {
   sequence.seq_slot = -1;
   sequence.num_prefilled = 0;
   sequence.num_computed = 0;
-  sequence.cached_to = {};
+  sequence.cached_to = sequence.drafted_to = {};
   sequence.num_drafts_ahead = 0;
   sequence.num_missed = 0;
+  sequence.num_followed = 1;
+  sequence.misses_prompt = false;
   sequence.has_holes = false;
   sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
   // A preempted sequence returns to its position in the queue.
@@ -224,7 +228,7 @@ bool Scheduler::admit_next(Sequence& sequence, const Sequence* parent, Budget& b
                            IterationPlan& plan) {
   PrefixCache::Match match;
   const int32_t num_adoptable = parent == nullptr ? this->num_adoptable(sequence) : 0;
-  if (num_adoptable > 0) match = cache_->find(sequence.tokens, num_adoptable);
+  if (num_adoptable > 0) match = find_prefix(sequence, num_adoptable);
   if (match.num_tokens > budget.adopted) return false;
   // Cached blocks may lie in more slabs than new ones would take. If there is no room beside them,
   // there may be without them.
@@ -262,7 +266,9 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     const KvGroup& group = layout.groups[g];
     // Blocks that a fork shares or that come from the cache are already allocated. In a sliding
     // group they do not last: it moves on to blocks of the sequence's own.
-    if (kv_window(group.kind) == 0) counts[g] -= num_whole_blocks(group, rows.start);
+    const bool is_drafted = group.owner == KvOwner::kDraft && match.num_tokens > 0;
+    const int32_t num_shared = is_drafted ? match.num_drafted : rows.start;
+    if (kv_window(group.kind) == 0) counts[g] -= num_whole_blocks(group, num_shared);
   }
   if (match.num_tokens > 0) {
     sequence.blocks.adopt(pool_, cache_->blocks_of(match), match.num_tokens);
@@ -292,9 +298,16 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     return false;
   }
   if (match.num_tokens > 0) {
-    cache_->count_hit(sequence.blocks, match.num_tokens);
+    cache_->count_hit(sequence.blocks, match);
     sequence.num_computed = match.num_tokens;
     sequence.cached_to = match.end;
+    sequence.drafted_to = match.drafted_end;
+    sequence.num_missed = match.num_tokens - match.num_drafted;
+    sequence.num_followed = match.num_drafted + 1;
+  }
+  sequence.misses_prompt = misses_prompt(sequence, plan);
+  if (plan.skips_prompts && sequence.max_drafts > 0 && !sequence.is_score) {
+    num_left_out_ = sequence.misses_prompt ? num_left_out_ + 1 : 0;
   }
   if (parent != nullptr) {
     sequence.blocks.append_copies(layout, parent->blocks, rows.start, plan.block_copies);
@@ -417,19 +430,29 @@ bool Scheduler::plan(IterationPlan& plan) {
 void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
                         SequenceOutcome outcome) {
   const bool is_running = outcome == SequenceOutcome::kRunning;
-  const bool is_decode = launch.kind == RowKind::kDecode;
-  if (launch.kind == RowKind::kPrefillPartial) {
+  const bool is_partial = launch.kind == RowKind::kPrefillPartial;
+  // If a window ends its sequence, the drafter does not follow; in a chunk it does, since others
+  // may fork from it.
+  const bool is_complete = launch.kind != RowKind::kScore &&
+                           outcome != SequenceOutcome::kNoLogits &&
+                           (is_running || launch.kind != RowKind::kDecode);
+  // What the drafter has missed is not cached if other sequences could not catch up.
+  if (is_partial) {
     sequence.num_computed = launch.start + launch.num_rows;
-  } else if (launch.kind != RowKind::kScore && outcome != SequenceOutcome::kNoLogits &&
-             (is_running || !is_decode)) {
-    // The newest token has no KV yet. If a window ends its sequence, the drafter does not follow;
-    // in a chunk it does, since others may fork from it.
-    // What the drafter has missed is not cached, since other sequences could not catch up.
-    if (launch.is_cacheable) sequence.num_computed = sequence.known_len() - 1;
+  } else if (is_complete && (launch.is_cacheable || options_.may_miss_prompts)) {
+    sequence.num_computed = sequence.known_len() - 1;  // the newest token has no KV yet
   }
-  if (launch.is_followed) sequence.num_followed = sequence.known_len();
-  if (cache_.has_value() && launch.kind != RowKind::kScore) {
-    cache_->extend(sequence.cached_to, sequence.tokens, sequence.num_computed, sequence.blocks);
+  if (launch.is_followed) {
+    sequence.num_followed = is_partial ? launch.start + launch.num_rows + 1 : sequence.known_len();
+  }
+  if (cache_.has_value() && is_complete) {
+    if (launch.is_cacheable || !options_.may_miss_prompts) {
+      cache_->extend(sequence.drafted_to, sequence.tokens, sequence.num_computed, sequence.blocks);
+      sequence.cached_to = sequence.drafted_to;
+    } else {
+      cache_->extend(sequence.cached_to, sequence.tokens, sequence.num_computed, sequence.blocks,
+                     PrefixCache::Parts::kTarget);
+    }
   }
   if (!is_running) return;
   // Below every position that a later launch can query: the drafter goes back to the token before

@@ -47,6 +47,9 @@ struct SchedulerOptions {
   // The values of k' for which there are graphs, ascending: 0, k and others. Empty: 0 and k.
   std::vector<int32_t> draft_lengths;
   bool drafter_falls_behind = false;  // it has KV of its own, for which it must see all tokens
+  // It can catch up with any tokens later, prompts too, and its KV is then as if it had missed
+  // none. So iterations may leave it out, and so may the prefix cache.
+  bool may_miss_prompts = false;
   // After it has missed more tokens of a sequence, the drafter does not draft for it again, since
   // its windows have moved on; 0: no bound.
   int32_t max_missed = 0;
@@ -152,6 +155,12 @@ class Scheduler {
                                            IterationPlan& plan);
   // Tokens that the sequence may take over from the prefix cache.
   [[nodiscard]] int32_t num_adoptable(const Sequence& sequence) const;
+  // Whether the drafter leaves out the prompt of a sequence that begins.
+  [[nodiscard]] bool misses_prompt(const Sequence& sequence, const IterationPlan& plan) const;
+  // Whether it leaves out a planned chunk.
+  [[nodiscard]] bool misses_chunk(const PlannedSequence& rows) const;
+  // The prefix of a sequence that the prefix cache has, of at most num_tokens.
+  [[nodiscard]] PrefixCache::Match find_prefix(const Sequence& sequence, int32_t num_tokens);
   // Finds what each first row of the sequence may follow, and admits it there.
   [[nodiscard]] bool admit_next(Sequence& sequence, const Sequence* parent, Budget& budget,
                                 IterationPlan& plan);
@@ -192,6 +201,8 @@ class Scheduler {
   // The most slabs that a sequence of those that run may need.
   int64_t most_slabs_ = 0;
   int64_t num_waiting_requests_ = 0;
+  // Sequences in a row whose prompts the drafter has left out only because it was not wanted then.
+  int32_t num_left_out_ = 0;
 };
 
 }  // namespace paceline

@@ -14,6 +14,14 @@ namespace {
 
 bool draws(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal; }
 
+// Where the drafter leaves out prompts only because drafting does not pay now, it follows one
+// prompt in this many, so that explorations find sequences for which it can draft.
+constexpr int32_t kFollowedEvery = 8;
+
+// Most missed tokens that a drafter gets in an iteration if it may miss whole prompts: sequences
+// that decode must not wait for long.
+constexpr int32_t kMostCaughtUp = 512;
+
 }  // namespace
 
 int32_t Scheduler::num_ready_drafts(const Sequence& sequence, int32_t num_drafts) const {
@@ -23,6 +31,24 @@ int32_t Scheduler::num_ready_drafts(const Sequence& sequence, int32_t num_drafts
                             ? static_cast<int32_t>(sequence.window.drafts.size())
                             : sequence.num_drafts_ahead;
   return std::min({sequence.max_drafts, num_drafts, ready});
+}
+
+bool Scheduler::misses_prompt(const Sequence& sequence, const IterationPlan& plan) const {
+  // Samples share the KV of their prompt, which must not be written later.
+  if (!options_.may_miss_prompts || sequence.is_score || sequence.num_samples > 1) return false;
+  const bool never_drafts = sequence.max_drafts == 0 || sequence.known_len() + 1 >= sequence.limit;
+  return never_drafts || (plan.skips_prompts && num_left_out_ + 1 < kFollowedEvery);
+}
+
+bool Scheduler::misses_chunk(const PlannedSequence& rows) const {
+  const Sequence& sequence = *rows.sequence;
+  return rows.kind != RowKind::kDecode && rows.kind != RowKind::kScore &&
+         options_.may_miss_prompts && (sequence.misses_prompt || sequence.num_missed > 0);
+}
+
+PrefixCache::Match Scheduler::find_prefix(const Sequence& sequence, int32_t num_tokens) {
+  const PrefixCache::Match match = cache_->find(sequence.tokens, num_tokens);
+  return sequence.num_samples > 1 ? match.drafted() : match;
 }
 
 int32_t Scheduler::num_ready_to_draft(int64_t max_catch_up) const {
@@ -66,7 +92,7 @@ void Scheduler::catch_up(PlannedSequence& rows, bool is_bounded, int32_t& room) 
   }
   rows.num_drafts = 0;
   rows.num_missed = room;
-  rows.catch_up_start = sequence.num_followed - (options_.follows_hidden ? 1 : 0);
+  rows.catch_up_start = sequence.num_followed - 1;
   sequence.num_followed += room;
   sequence.num_missed -= room;
   sequence.has_holes |= missed > options_.max_exact_missed;
@@ -77,7 +103,7 @@ void Scheduler::plan_drafts(IterationPlan& plan) const {
   int32_t longest = 0;
   for (PlannedSequence& rows : plan.sequences) {
     if (!draws(rows.kind)) continue;
-    rows.num_drafts = can_catch_up(*rows.sequence, plan)
+    rows.num_drafts = can_catch_up(*rows.sequence, plan) && !misses_chunk(rows)
                           ? std::min(rows.sequence->max_drafts, plan.num_drafts)
                           : 0;
     longest = std::max(longest, rows.num_drafts);
@@ -94,8 +120,14 @@ void Scheduler::plan_drafts(IterationPlan& plan) const {
   int32_t room = options_.max_num_batched_tokens;
   for (const PlannedSequence& rows : plan.sequences) room -= rows.num_rows;
   room = std::clamp(room, 0, plan.max_catch_up);
+  if (options_.may_miss_prompts) room = std::min(room, kMostCaughtUp);
   for (PlannedSequence& rows : plan.sequences) {
     Sequence& sequence = *rows.sequence;
+    if (misses_chunk(rows)) {
+      if (draws(rows.kind)) rows.num_drafts = kLeftOut;
+      sequence.num_missed += rows.num_rows;
+      rows.is_followed = rows.is_cacheable = false;
+    }
     if (!draws(rows.kind)) continue;
     if (options_.drafter_falls_behind && rows.kind == RowKind::kDecode) {
       if (plan.num_drafts == 0) {

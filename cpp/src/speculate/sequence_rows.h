@@ -89,16 +89,17 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
     const int32_t emitted_len = p.results[i].emitted_len;
     const int32_t num_missed = num_rows - num_window_rows;
     window_position = known_len - emitted_len - 1;
-    if (first == 0) {
+    if (first == kNoPart) {
       first = window_position - num_missed;
       num_live = num_missed + emitted_len;
     }
     if (!takes_part) num_live = 0;
   } else if (is_decode) {
-    if (first == 0) first = known_len - num_rows;
+    if (first == kNoPart) first = known_len - num_rows;
     num_live = takes_part ? num_rows : 0;
   } else {
     window_position = first;
+    if (p.inputs.num_drafts[i] == kLeftOut) num_live = 0;
   }
   for (int32_t r = worker; r < num_rows; r += num_workers) {
     const bool is_live = r < num_live;

@@ -38,13 +38,16 @@ struct IterationCounts {
 // In num_drafts: the sequence has no live rows in the drafter's passes, since its KV there has
 // holes that are not filled now.
 inline constexpr int32_t kLeftOut = -1;
+// In prefill_start of a decoding sequence.
+inline constexpr int32_t kNoPart = -1;
 
 struct StagedInputs {
   IterationCounts* counts;  // [1]
   int32_t* seq_slot;        // [max_seqs] by batch row
   int32_t* kind;            // [max_seqs] RowKind
   // [max_seqs] position of the first row. For decode: of the first row of the drafter's first pass,
-  // which has a part of the tokens that the drafter has missed; 0: the pass has the newest tokens.
+  // which has a part of the tokens that the drafter has missed; or kNoPart: the pass has the newest
+  // tokens.
   int32_t* prefill_start;
   int32_t* next_token;     // [max_seqs] the prompt's token after an unfinished chunk; else 0
   int32_t* num_drafts;     // [max_seqs] most drafts for the next window, or kLeftOut
