@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,9 @@ from paceline.chat_template import ChatTemplates
 from paceline.config import EngineConfig
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
+from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.loader import LoadedModel, check_compatible
+from paceline.loader.block_kinds import num_block_drafts
 from paceline.memory import group_max_bytes, memory_plan
 from paceline.reports import capabilities, engine_stats, kv_groups
 from paceline.request_factory import RequestFactory
@@ -51,6 +54,10 @@ class RunningEngine:
         if draft is not None:
             assert speculative is not None
             speculative = speculative.resolved(draft.method)
+            if speculative.num_speculative_tokens is None:
+                # Only a block drafter comes without k, and only from memory: see `find_models`.
+                k = min(num_block_drafts(draft.config), MAX_SPECULATIVE_TOKENS)
+                speculative = dataclasses.replace(speculative, num_speculative_tokens=k)
             check_compatible(target, draft)
             _logger.info("the drafter is %s, method %r", draft.path, speculative.method)
         for model in (target,) if draft is None else (target, draft):

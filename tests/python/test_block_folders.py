@@ -17,7 +17,7 @@ from errors import raises
 from paceline import LLM, ModelNotFoundError
 from paceline.cli import main
 from paceline.loader.convert import convert
-from tiny_models import copy_checkpoint, edit_section, make, read_json
+from tiny_models import copy_checkpoint, edit_section, load_tensors, make, read_json
 
 
 @pytest.fixture
@@ -96,6 +96,27 @@ def test_k_of_the_folder(layout: str, k: int, tmp_path: Path) -> None:
     with LLM(make(TARGET), speculative_config=config, load_format="dummy", **ENGINE) as llm:
         assert llm.speculative_config is not None
         assert llm.speculative_config.num_speculative_tokens == k
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "deepseek"])
+def test_k_of_tensors_in_memory(layout: str, tmp_path: Path) -> None:
+    paths = (make(TARGET), drafter(layout, tmp_path))
+    pairs = [(read_json(path / "config.json"), load_tensors(path)) for path in paths]
+    (target, tensors), (config, draft_tensors) = pairs
+    method = SPECS[layout].method
+    with LLM.from_state_dict(
+        target,
+        tensors,
+        draft_config=config,
+        draft_state_dict=draft_tensors,
+        speculative_config={"method": method},
+        **ENGINE,
+    ) as llm:
+        chosen = llm.speculative_config
+        assert chosen is not None and (chosen.method, chosen.k) == (
+            method,
+            SPECS[layout].max_drafts,
+        )
 
 
 def test_converting_the_drafter_of_a_subfolder(

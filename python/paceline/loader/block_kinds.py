@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
@@ -92,6 +93,12 @@ def default_num_drafts(top: Section) -> int:
         return min(top.integer(BLOCK_SIZE, low=1, high=64), MAX_SPECULATIVE_TOKENS)
     size = read_size(top, block_section(top))
     return min(size if samples_from_anchor(top) else max(size - 1, 1), MAX_SPECULATIVE_TOKENS)
+
+
+def num_block_drafts(config: Mapping[str, Any]) -> int:
+    """The number of drafts of a whole block, from the description of a block drafter."""
+    block = config["drafter"]["block"]
+    return int(block["size"]) - (0 if block["samples_from_anchor"] else 1)
 
 
 def read_size(top: Section, block: Section) -> int:

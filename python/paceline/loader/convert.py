@@ -17,7 +17,7 @@ from typing import Any, Final
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .binding import BoundTensor
-from .block_kinds import block_subfolders, own_block_kind
+from .block_kinds import block_subfolders, num_block_drafts, own_block_kind
 from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
@@ -144,12 +144,12 @@ def convert(
 
 def _check_block(draft: DrafterCheckpoint, num_speculative_tokens: int) -> None:
     """Refuses more drafts than a block makes, which no engine would run."""
-    block = draft.config["drafter"]["block"]
-    most = block["size"] - (0 if block["samples_from_anchor"] else 1)
+    most = num_block_drafts(draft.config)
     if num_speculative_tokens > most:
+        size = draft.config["drafter"]["block"]["size"]
         raise ValueError(
             f"num_speculative_tokens is {num_speculative_tokens}, but the drafter {draft.path} was "
-            f"trained for blocks of {block['size']} tokens; allowed: 1 to {most}"
+            f"trained for blocks of {size} tokens; allowed: 1 to {most}"
         )
 
 
