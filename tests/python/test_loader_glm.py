@@ -25,6 +25,7 @@ from tiny_models import (
     load_tensors,
     make,
     read_json,
+    replace_tensor,
 )
 
 # As published.
@@ -328,42 +329,35 @@ def test_refused_keys(kind: type[Exception], changes: dict[str, Any], parts: Any
         loader.decoder_config(GLM | changes, source="here.json")
 
 
-def _replace(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors[LAYER + name] = change(tensors[LAYER + name]).contiguous()
-
-    return edit
-
-
 @pytest.mark.parametrize(
     ("edit", "parts"),
     [
         # Ranks that disagree.
         (
-            _replace("self_attn.kv_a_proj_with_mqa.weight", lambda t: t[:36]),
+            replace_tensor(f"{LAYER}self_attn.kv_a_proj_with_mqa.weight", lambda t: t[:36]),
             (
                 "kv_a_proj_with_mqa.weight' has shape [36, 64]; expected [40, 64]",
                 "kv_lora_rank + qk_rope_head_dim, hidden_size of",
             ),
         ),
         (
-            _replace("self_attn.kv_b_proj.weight", lambda t: t[:, :16]),
+            replace_tensor(f"{LAYER}self_attn.kv_b_proj.weight", lambda t: t[:, :16]),
             ("kv_b_proj.weight' has shape [176, 16]; expected [176, 32]", "v_head_dim), kv_lora_"),
         ),
         (
-            _replace("self_attn.q_b_proj.weight", lambda t: t[:, :20]),
+            replace_tensor(f"{LAYER}self_attn.q_b_proj.weight", lambda t: t[:, :20]),
             ("q_b_proj.weight' has shape [128, 20]; expected [128, 24]", "q_lora_rank of"),
         ),
         (
-            _replace("self_attn.o_proj.weight", lambda t: t[:, :64]),
+            replace_tensor(f"{LAYER}self_attn.o_proj.weight", lambda t: t[:, :64]),
             ("o_proj.weight' has shape [64, 64]; expected [64, 80]", "_heads * v_head_dim of"),
         ),
         (
-            _replace("mlp.gate.e_score_correction_bias", lambda t: t[:4]),
+            replace_tensor(f"{LAYER}mlp.gate.e_score_correction_bias", lambda t: t[:4]),
             ("e_score_correction_bias' has shape [4]; expected [8] (n_routed_experts of",),
         ),
         (
-            _replace("mlp.experts.3.down_proj.weight", lambda t: t[:, :32]),
+            replace_tensor(f"{LAYER}mlp.experts.3.down_proj.weight", lambda t: t[:, :32]),
             ("experts.3.down_proj.weight' has shape [64, 32]; expected [64, 40]",),
         ),
         (

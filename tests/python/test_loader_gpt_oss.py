@@ -27,6 +27,7 @@ from tiny_models import (
     load_tensors,
     make,
     read_json,
+    replace_tensor,
     write_json,
 )
 
@@ -250,37 +251,30 @@ def test_refused_keys(kind: type[Exception], changes: dict[str, Any], parts: Any
         loader.decoder_config(GPT_OSS | changes, source="here.json")
 
 
-def _replace(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors[LAYER + name] = change(tensors[LAYER + name]).contiguous()
-
-    return edit
-
-
 @pytest.mark.parametrize(
     ("edit", "parts"),
     [
         (
-            _replace("mlp.experts.gate_up_proj_scales", lambda t: t[:, :, :1]),
+            replace_tensor(f"{LAYER}mlp.experts.gate_up_proj_scales", lambda t: t[:, :, :1]),
             (
                 "gate_up_proj_scales' has shape [8, 192, 1]; expected [8, 192, 2]",
                 "num_local_experts, 2 * intermediate_size, hidden_size / 32 of",
             ),
         ),
         (
-            _replace("mlp.experts.down_proj_blocks", lambda t: t[:, :, :2]),
+            replace_tensor(f"{LAYER}mlp.experts.down_proj_blocks", lambda t: t[:, :, :2]),
             ("down_proj_blocks' has shape [8, 64, 2, 16]; expected [8, 64, 3, 16]",),
         ),
         (
-            _replace("mlp.experts.down_proj_scales", lambda t: t[:4]),
+            replace_tensor(f"{LAYER}mlp.experts.down_proj_scales", lambda t: t[:4]),
             ("down_proj_scales' has shape [4, 64, 3]; expected [8, 64, 3]", "num_local_experts"),
         ),
         (
-            _replace("mlp.router.weight", lambda t: t[:4]),
+            replace_tensor(f"{LAYER}mlp.router.weight", lambda t: t[:4]),
             ("router.weight' has shape [4, 64]; expected [8, 64] (num_local_experts, hidden_size",),
         ),
         (
-            _replace("mlp.experts.down_proj_blocks", lambda t: t.float()),
+            replace_tensor(f"{LAYER}mlp.experts.down_proj_blocks", lambda t: t.float()),
             ("down_proj_blocks' is stored as F32; expected U8", '"quantization_config"'),
         ),
         (

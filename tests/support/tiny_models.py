@@ -224,6 +224,15 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], Any], shard
     save_tensors(directory, tensors, shards)
 
 
+def replace_tensor(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    """What `edit_tensors` takes to change one tensor."""
+
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return edit
+
+
 def copy_checkpoint(directory: Path, out: Path) -> Path:
     """Copies a checkpoint, e.g. for a drafter that is the target itself."""
     shutil.copytree(directory, out)
