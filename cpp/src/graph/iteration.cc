@@ -223,8 +223,8 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
   target_.logits(
       ctx, &b.staged.counts->num_all_logit_rows,
       std::min(extent.num_logit_rows + extent.num_prompt_rows, options_.shape.max_logit_rows),
-      output.has_value() ? b.output.identity : b.staged.logit_rows,
-      with_output(b.activations, output), b.gathered, b.logits);
+      output.has_value() ? b.identity : b.staged.logit_rows, with_output(b.activations, output),
+      b.gathered, b.logits);
   target_.capture_output(ctx, rows, b.activations, captures);
   if (extent.has_logit_work) {
     save_logits(ctx, extent);
@@ -350,13 +350,13 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
     PassRows picked = with_extent(b.output.rows, num_rows, num_rows, /*rows_per_seq=*/1);
     picked.num_rows = &b.staged.counts->num_drafting;
     picked.num_seqs = &b.staged.counts->num_drafting;
-    picked.row_indptr = b.output.identity;
+    picked.row_indptr = b.identity;
     output = pick_rows(ctx, rows, picked, b.first_last_row, KvOwner::kDraft);
     input.output = &*output;
   }
   draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations, input);
   draft_logits(ctx, speculator_, &b.staged.counts->num_drafting, extent.num_drafting,
-               output.has_value() ? b.output.identity : b.first_last_row,
+               output.has_value() ? b.identity : b.first_last_row,
                with_output(b.activations, output), b.draft_output);
   draw_drafts(ctx, extent,
               {.num_rows = &b.staged.counts->num_drafting,

@@ -44,7 +44,6 @@ struct LogprobBuffers {
 struct OutputBuffers {
   PassRows rows{};                      // num_rows, num_seqs and row_indptr are the pass's choice
   std::vector<GroupMetadata> metadata;  // by GroupId
-  const int32_t* identity = nullptr;    // [capacity + 1] 0, 1, 2, ...
   void* qkv = nullptr;                  // [capacity, the widest qkv of a last layer]
   float* residual = nullptr;            // [capacity, the widest residual]
 };
@@ -81,12 +80,13 @@ struct IterationBuffers {
 
   Activations activations{};
   OutputBuffers output{};
-  float* gathered = nullptr;          // [max_logit_rows, hidden]
-  float* logits = nullptr;            // [max_logit_rows, vocab]: the target's, later the drafter's
-  int32_t* target_tokens = nullptr;   // [max_logit_rows] the target's draws
-  int32_t* drawn = nullptr;           // [max_seqs] the drafter's draws
-  const int32_t* identity = nullptr;  // [max_seqs + 1] 0, 1, 2, ...: in a draft step each row is a
-                                      // sequence of its own and draws
+  float* gathered = nullptr;         // [max_logit_rows, hidden]
+  float* logits = nullptr;           // [max_logit_rows, vocab]: the target's, later the drafter's
+  int32_t* target_tokens = nullptr;  // [max_logit_rows] the target's draws
+  int32_t* drawn = nullptr;          // [max_seqs] the drafter's draws
+  // [the most of max_logit_rows, max_seqs and kMaxDraftTokens, + 1] 0, 1, 2, ...: in a draft step
+  // each row is a sequence of its own and draws, and picked rows lie one after the other
+  const int32_t* identity = nullptr;
   int32_t* first_last_row = nullptr;  // [max_seqs] the first-pass row that draws for a sequence
   HiddenTaps target_hidden{};         // rows of the verify pass, read by the drafter's first pass
   // [first rows] the row of target_hidden that each row of the first pass reads; null if it is

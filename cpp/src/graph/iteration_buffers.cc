@@ -244,7 +244,9 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.sequences = allocate_sequences(arena, shape, options.max_model_len);
   b.sampling = allocate_sampling(arena, shape, target.vocab_size);
   b.current_draft_step = arena.allocate<int32_t>(1, "step state");
-  std::vector<int32_t> identity(static_cast<size_t>(std::max(shape.max_seqs, kMaxDraftTokens)) + 1);
+  const int32_t output_capacity = std::max(shape.max_logit_rows, shape.max_seqs);
+  const int32_t identity_length = std::max(output_capacity, kMaxDraftTokens) + 1;
+  std::vector<int32_t> identity(static_cast<size_t>(identity_length));
   std::iota(identity.begin(), identity.end(), 0);
   b.identity = arena.allocate_copy<int32_t>(identity, "draws");
   b.verify_rows = allocate_rows(arena, shape.max_verify_rows, &b.staged.counts->num_seqs,
@@ -252,7 +254,6 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.first_rows =
       allocate_rows(arena, first_capacity, &b.staged.counts->num_seqs, b.staged.first_indptr);
   b.step_rows = allocate_rows(arena, shape.max_seqs, /*num_seqs=*/nullptr, b.identity);
-  const int32_t output_capacity = std::max(shape.max_logit_rows, shape.max_seqs);
   b.output.rows =
       allocate_rows(arena, output_capacity, /*num_seqs=*/nullptr, /*row_indptr=*/nullptr);
   for (const KvGroup& group : layout.groups) {
@@ -288,9 +289,6 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.output.qkv = arena.allocate<std::byte>(
       padded(output_capacity) * widths.qkv * dtype_bytes(activation_dtype), "activations");
   b.output.residual = arena.allocate<float>(output_capacity * widths.residual, "activations");
-  std::vector<int32_t> output_identity(static_cast<size_t>(output_capacity) + 1);
-  std::iota(output_identity.begin(), output_identity.end(), 0);
-  b.output.identity = arena.allocate_copy<int32_t>(output_identity, "draws");
   b.gathered = arena.allocate<float>(shape.max_logit_rows * widths.residual, "logits");
   b.logits = arena.allocate<float>(
       padded(shape.max_logit_rows) *
