@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from block_golden import CASES, check, check_preempted
+from drafter_golden import BLOCK_ENGINES
 
 pytestmark = pytest.mark.golden
 
@@ -22,16 +23,7 @@ def test_drafts_end_before_one_with_a_low_confidence(case: str) -> None:
     check(case, CASES[case][1].max_drafts, stops=True)
 
 
-@pytest.mark.parametrize(
-    ("k", "engine"),
-    [
-        (1, {}),
-        (2, {"prefill_chunk_size": 1}),
-        (3, {"prefill_chunk_size": 7, "block_size": 5}),
-        (4, {"max_num_seqs": 1, "draft_driver": "replay"}),
-        (4, {"draft_driver": "eager", "num_threads": 1}),
-    ],
-)
+@pytest.mark.parametrize(("k", "engine"), BLOCK_ENGINES)
 @pytest.mark.parametrize("case", ["deepseek", "speculators, rnn, first row predicts nothing"])
 def test_drafts_do_not_depend_on_the_engine(case: str, k: int, engine: dict[str, Any]) -> None:
     check(case, k, **engine)

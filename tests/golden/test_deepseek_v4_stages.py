@@ -18,7 +18,14 @@ from block_reference import overfit
 from deepseek_v4_dspark import StagesReference, StagesSpec, stage_values, write_stages
 from deepseek_v4_models import V4Spec, stored_tensors
 from deepseek_v4_reference import V4TargetReference
-from drafter_golden import NUM_TOKENS, Sequences, check_preempted_run, check_run, room_in
+from drafter_golden import (
+    BLOCK_ENGINES,
+    NUM_TOKENS,
+    Sequences,
+    check_preempted_run,
+    check_run,
+    room_in,
+)
 from eagle_reference import TargetStates, simulate
 
 pytestmark = pytest.mark.golden
@@ -102,18 +109,7 @@ def test_drafts_end_before_one_with_a_low_confidence(case: str, engine: dict[str
     check(case, STAGES.block_size, stops=True, **engine)
 
 
-@pytest.mark.parametrize(
-    ("k", "engine"),
-    [
-        (1, {}),
-        (2, {"prefill_chunk_size": 1}),
-        (3, {"prefill_chunk_size": 7, "block_size": 5}),
-        (4, {"max_num_seqs": 1, "draft_driver": "replay"}),
-        (5, {"draft_driver": "eager", "num_threads": 1}),
-        (5, {"block_size": 1}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("k", "engine"), [*BLOCK_ENGINES, (5, {"block_size": 1})], ids=str)
 def test_drafts_do_not_depend_on_the_engine(k: int, engine: dict[str, Any]) -> None:
     check("plain", k, **engine)
 

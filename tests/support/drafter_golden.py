@@ -34,6 +34,14 @@ MTP_ENGINES: tuple[dict[str, Any], ...] = (
     {"max_num_seqs": 1, "draft_driver": "replay"},
     {"draft_driver": "eager", "num_threads": 1},
 )
+# The same for block drafters, with a k each.
+BLOCK_ENGINES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {}),
+    (2, {"prefill_chunk_size": 1}),
+    (3, {"prefill_chunk_size": 7, "block_size": 5}),
+    (4, {"max_num_seqs": 1, "draft_driver": "replay"}),
+    (4, {"draft_driver": "eager", "num_threads": 1}),
+)
 
 # A prompt and the target's greedy continuation.
 Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
