@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <random>
@@ -49,6 +48,7 @@ using testing::Tally;
 using testing::tiny_config_json;
 using testing::TinyBlock;
 using testing::TinyDraftHead;
+using testing::vary_options;
 
 RawModel random_target(uint64_t seed) {
   return random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}),
@@ -89,9 +89,7 @@ TEST(BlockDrafter, OraclesAreAlwaysRight) {
       for (const int32_t k : {1, 4, 5, 16}) {
         std::mt19937_64 random(11 + cell);
         ExecutorOptions options = small_engine_options(k);
-        options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
-        options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
-                                          DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+        vary_options(options, cell);
         options.device_lateness = static_cast<int32_t>(cell % 3);
         options.block_size = cell % 5 == 0 ? 3 : 8;
         options.poison_freed_blocks = true;

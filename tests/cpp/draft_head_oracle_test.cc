@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <random>
@@ -34,6 +33,7 @@ using testing::random_jobs;
 using testing::RawModel;
 using testing::small_engine_options;
 using testing::TinyDraftHead;
+using testing::vary_options;
 
 std::vector<Oracle> all_oracles() {
   std::vector<Oracle> oracles;
@@ -71,9 +71,7 @@ TEST(DraftHead, OraclesAreAlwaysRight) {
       for (const int32_t k : {1, 3, 8, 16}) {
         std::mt19937_64 random(11 + cell);
         ExecutorOptions options = small_engine_options(k);
-        options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
-        options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
-                                          DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+        vary_options(options, cell);
         options.device_lateness = static_cast<int32_t>(cell % 3);
         options.block_size = 8;
         if (cell % 2 == 1) options.kv_cache_bytes = 600 << 10;  // forces preemption

@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
 #include <random>
 #include <string>
@@ -42,6 +41,7 @@ using testing::Tally;
 using testing::tiny_config_json;
 using testing::tiny_model;
 using testing::TinyModel;
+using testing::vary_options;
 
 class CudaDraftHead : public testing::GpuTest {};
 
@@ -98,9 +98,7 @@ TEST_F(CudaDraftHead, OraclesAreAlwaysRight) {
           SCOPED_TRACE("cell " + std::to_string(cell) + " k " + std::to_string(k));
           std::mt19937_64 random(11 + cell);
           ExecutorOptions options = options_of(k);
-          options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
-          options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
-                                            DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+          vary_options(options, cell);
           if (cell % 3 == 1) options.kv_cache_bytes = 1 << 20;  // forces preemption
           ++cell;
           Executor executor(target, head, options);

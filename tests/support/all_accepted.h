@@ -3,6 +3,7 @@
 
 // Engines whose drafter is never wrong: the target itself, or an oracle.
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -13,6 +14,13 @@
 #include "support/jobs.h"
 
 namespace paceline::testing {
+
+// Changes options by the number of a cell of a test: the chunks of prompts and the draft driver.
+inline void vary_options(ExecutorOptions& options, uint64_t cell) {
+  options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
+  options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                    DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+}
 
 // Runs jobs to their end. At least `fewest_drafts` drafts are verified, and all of them accepted.
 inline void expect_all_accepted(Executor& executor, const std::vector<Job>& jobs,

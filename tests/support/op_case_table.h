@@ -3,6 +3,8 @@
 
 // How the files of the table of op cases add their cases.
 
+#include <array>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +12,16 @@
 #include "support/op_cases.h"
 
 namespace paceline::testing {
+
+// Kinds of logits and what names of cases say of them; ops take the first ones.
+inline constexpr std::array<std::pair<LogitKind, const char*>, 6> kAllLogits = {
+    {{LogitKind::kPlain, ""},
+     {LogitKind::kTies, "_ties"},
+     {LogitKind::kHoles, "_holes"},
+     {LogitKind::kInfinite, "_infinite"},
+     {LogitKind::kPeaked, "_peaked"},
+     {LogitKind::kTiny, "_tiny"}}};
+inline constexpr auto kUsualLogits = std::span(kAllLogits).first<5>();
 
 inline std::string dtype_suffix(DType dtype) { return dtype == DType::kFloat32 ? "_f32" : "_bf16"; }
 

@@ -164,14 +164,6 @@ void add_entries(TableBuilder& table, DType dtype) {
 }
 
 void add_choices(TableBuilder& table) {
-  const struct {
-    LogitKind kind;
-    const char* suffix;
-  } kinds[] = {{LogitKind::kPlain, ""},
-               {LogitKind::kTies, "_ties"},
-               {LogitKind::kHoles, "_holes"},
-               {LogitKind::kInfinite, "_infinite"},
-               {LogitKind::kTiny, "_tiny"}};
   for (const auto& [count, top_k] : {std::pair{1, 1},
                                      {33, 1},
                                      {700, 512},
@@ -179,7 +171,8 @@ void add_choices(TableBuilder& table) {
                                      {9000, 512},
                                      {5000, 4096},
                                      {2048, 2047}}) {
-    for (const auto& [kind, suffix] : kinds) {
+    for (const auto& [kind, suffix] : kAllLogits) {
+      if (kind == LogitKind::kPeaked) continue;
       table.add(
           "choose_entries_n" + std::to_string(count) + "_top" + std::to_string(top_k) + suffix,
           make_choose_entries, EntriesSpec{.num_entries = count, .top_k = top_k, .scores = kind},

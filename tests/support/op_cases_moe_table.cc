@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/op_case_table.h"
 #include "support/op_cases_moe.h"
 
 namespace paceline::testing {
@@ -91,12 +92,6 @@ std::string name_of(const MixtureSpec& s) {
          std::to_string(s.hidden) + "_i" + std::to_string(s.intermediate) +
          weight_suffix(s.weight) + (s.is_interleaved ? "" : "_halves") + routed_suffix(s.routed);
 }
-
-constexpr std::pair<LogitKind, const char*> kLogits[] = {{LogitKind::kPlain, ""},
-                                                         {LogitKind::kTies, "_ties"},
-                                                         {LogitKind::kHoles, "_holes"},
-                                                         {LogitKind::kPeaked, "_peaked"},
-                                                         {LogitKind::kInfinite, "_infinite"}};
 
 template <class Spec>
 RowWiseCase row_wise(std::string name, OpInstance (*make)(const Spec&, const Rows&, uint64_t),
@@ -201,7 +196,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                                            {1000, kMaxTopK},
                                            {kMaxExperts, 1},
                                            {kMaxExperts, kMaxTopK}}) {
-    for (const auto& [logits, suffix] : kLogits) {
+    for (const auto& [logits, suffix] : kUsualLogits) {
       const std::string name = std::to_string(top_k) + "of" + std::to_string(num_experts) + suffix;
       const RouteSpec spec = {num_experts, top_k, logits};
       const bool is_invariance_case =
@@ -225,7 +220,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
         {kMaxExperts, kMaxTopK, 32, 1}}) {
     for (const auto& [rule, rule_name] : {std::pair{RouterRule::kSigmoid, "by_sigmoid_"},
                                           {RouterRule::kSqrtSoftplus, "by_softplus_"}}) {
-      for (const auto& [logits, suffix] : kLogits) {
+      for (const auto& [logits, suffix] : kUsualLogits) {
         const RouteSpec spec = {.num_experts = num_experts,
                                 .top_k = top_k,
                                 .logits = logits,
@@ -250,7 +245,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
   // Experts by token.
   for (const auto& [num_experts, top_k, vocab_size] :
        {std::array{1, 1, 1}, {256, 6, 211}, {kMaxExperts, kMaxTopK, 37}}) {
-    for (const auto& [logits, suffix] : kLogits) {
+    for (const auto& [logits, suffix] : kUsualLogits) {
       const RouteSpec spec = {.num_experts = num_experts,
                               .top_k = top_k,
                               .logits = logits,

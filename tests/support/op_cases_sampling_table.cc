@@ -123,15 +123,7 @@ void add_draws(TableBuilder& table) {
 }
 
 void add_rejection_ops(TableBuilder& table) {
-  const struct {
-    LogitKind kind;
-    const char* suffix;
-  } kinds[] = {{LogitKind::kPlain, ""},
-               {LogitKind::kTies, "_ties"},
-               {LogitKind::kHoles, "_holes"},
-               {LogitKind::kPeaked, "_peaked"},
-               {LogitKind::kInfinite, "_infinite"}};
-  for (const auto& [kind, suffix] : kinds) {
+  for (const auto& [kind, suffix] : kUsualLogits) {
     for (const auto& [vocab, per_draft] :
          {std::pair{1, 1}, {3, 64}, {64, 64}, {257, 5}, {1003, 64}, {5004, 256}, {40000, 1}}) {
       for (const char* const map : {"", "_mapped", "_row_maps"}) {
@@ -201,12 +193,7 @@ void add_logit_ops(TableBuilder& table) {
     for (const int32_t vocab : {1, 7, 64, 1003, 5004, 40000}) {
       const bool is_mixed = kind == TruncateKind::kMixed;
       if (!is_mixed && vocab != 64 && vocab != 5004) continue;
-      for (const auto& [logits, suffix] : {std::pair{LogitKind::kPlain, ""},
-                                           {LogitKind::kTies, "_ties"},
-                                           {LogitKind::kHoles, "_holes"},
-                                           {LogitKind::kPeaked, "_peaked"},
-                                           {LogitKind::kInfinite, "_infinite"},
-                                           {LogitKind::kTiny, "_tiny"}}) {
+      for (const auto& [logits, suffix] : kAllLogits) {
         if (!is_mixed && logits != LogitKind::kPlain) continue;
         // The kernel tests 512 rows at a time for limits; one case has more rows.
         const bool is_roomy = is_mixed && vocab == 64 && logits == LogitKind::kPlain;
@@ -228,14 +215,6 @@ void add_logit_ops(TableBuilder& table) {
 }
 
 void add_logprobs(TableBuilder& table) {
-  const struct {
-    LogitKind kind;
-    const char* suffix;
-  } kinds[] = {{LogitKind::kPlain, ""},
-               {LogitKind::kTies, "_ties"},
-               {LogitKind::kHoles, "_holes"},
-               {LogitKind::kPeaked, "_peaked"},
-               {LogitKind::kInfinite, "_infinite"}};
   const auto add = [&](const LogprobSpec& s, const char* suffix, bool is_invariance_case) {
     const std::string name = std::string(suffix) + "_n" + std::to_string(s.max_logprobs) + "_v" +
                              std::to_string(s.vocab_size);
@@ -245,7 +224,7 @@ void add_logprobs(TableBuilder& table) {
   };
   // Fewer ids than tokens that are wanted, than blocks of a cluster, than threads.
   for (const int32_t vocab : {1, 7, 33, 1003, 40000}) {
-    for (const auto& [kind, suffix] : kinds) {
+    for (const auto& [kind, suffix] : kUsualLogits) {
       add({vocab, vocab % 2 == 1 ? 5 : 4, kind}, suffix, vocab == 1003);
     }
     add({vocab, 0, LogitKind::kTies, 64}, "_ties", vocab == 1003);

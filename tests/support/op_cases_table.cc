@@ -2,6 +2,7 @@
 //
 // The table of op cases.
 
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -282,13 +283,6 @@ void add_lists(TableBuilder& table) {
 }
 
 void add_clusters(TableBuilder& table) {
-  const struct {
-    LogitKind kind;
-    const char* suffix;
-  } kinds[] = {{LogitKind::kPlain, ""},
-               {LogitKind::kTies, "_ties"},
-               {LogitKind::kHoles, "_holes"},
-               {LogitKind::kInfinite, "_infinite"}};
   // {clusters, top}
   for (const auto& [count, top] : {std::pair{1, 1},
                                    {3, 2},
@@ -302,7 +296,7 @@ void add_clusters(TableBuilder& table) {
                                    {2048, 1},
                                    {2048, 32},
                                    {2048, 2048}}) {
-    for (const auto& [kind, suffix] : kinds) {
+    for (const auto& [kind, suffix] : std::span(kAllLogits).first<4>()) {
       const bool is_invariance_case = count == 16 || count == 300 || top == 32;
       table.add("clusters_select_n" + std::to_string(count) + "_top" + std::to_string(top) + suffix,
                 make_select_clusters, SelectClustersSpec{count, top, kind}, is_invariance_case);
