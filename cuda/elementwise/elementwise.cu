@@ -141,25 +141,6 @@ __global__ void __launch_bounds__(kThreads)
   store_first<kIsVector>(values, count, logits);
 }
 
-template <bool kIsVector>
-__global__ void __launch_bounds__(kThreads)
-    add_rows_kernel(const __grid_constant__ AddRowsParams p) {
-  let_successor_start();
-  wait_for_predecessor();
-  const int32_t row = static_cast<int32_t>(blockIdx.x);
-  const int32_t first = first_element();
-  const int32_t count = p.n - first;
-  if (row >= *p.num_rows || count <= 0) return;
-  const int64_t at = int64_t{row} * p.n + first;
-  float x[kPerThread];
-  float y[kPerThread];
-  load_first<kIsVector>(p.x + at, count, x);
-  load_first<kIsVector>(p.y + at, count, y);
-#pragma unroll
-  for (int32_t i = 0; i < kPerThread; ++i) y[i] = __fadd_rn(y[i], x[i]);
-  store_first<kIsVector>(y, count, p.y + at);
-}
-
 // Whether rows of n elements consist of whole aligned vectors of kPerThread.
 template <class... Pointers>
 bool takes_vectors(int32_t n, const Pointers*... pointers) {
@@ -237,12 +218,6 @@ void soft_cap(CudaContext& ctx, const SoftCapParams& p) {
   using namespace cuda;
   const auto kernel = takes_vectors(p.n, p.logits) ? soft_cap_kernel<true> : soft_cap_kernel<false>;
   launch(ctx, "soft_cap", kernel, grid_of(p.max_rows, p.n), dim3(kThreads), 0, p);
-}
-
-void add_rows(CudaContext& ctx, const AddRowsParams& p) {
-  using namespace cuda;
-  const auto kernel = takes_vectors(p.n, p.x, p.y) ? add_rows_kernel<true> : add_rows_kernel<false>;
-  launch(ctx, "add_rows", kernel, grid_of(p.max_rows, p.n), dim3(kThreads), 0, p);
 }
 
 }  // namespace paceline

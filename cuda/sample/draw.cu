@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gumbel-max sampling. The key of an id is logit + T g, which is T times the key of ops.h: the same
-// order, no overflow for any small T, and the logit itself at T = 0. g = -log(-log1p(-u)), all in
-// float.
+// Gumbel-max sampling, by the keys of draw_keys.cuh.
 //
 // A row is divided into pieces of a few thousand ids, one block each, so that even one row occupies
 // a good part of the GPU. A block stores its winner in the workspace; the last block of a row to
@@ -11,14 +9,9 @@
 // the winner is a maximum with ties to the lowest id, in any order; the sums of a probability are
 // divided at fixed ids and added in a fixed order.
 //
-// Two logarithms per id would take longer than loading it, so ids are pruned first, without
-// changing the result. Once some id of the row has the key `bound`, another can win only if
-//   logit + T g >= bound  <=>  -log1p(-u) <= exp((logit - bound) / T),
-// and as u <= -log1p(-u), only if u <= exp(...). The right side gets a slack above all rounding
-// errors. The kernel computes the keys of the ids that pass, a few per block. The bound is a lower
-// bound of the best key among each thread's id with the highest logit: as -log1p(-u) <= u / (1 -
-// u), a key is at least logit + T log((1 - u) / u), which takes one logarithm and no exact
-// rounding. And as u >= 2^-33, ids with logit < bound - 33 log(2) T need no random number at all.
+// The bound that prunes ids is a lower bound of the best key among each thread's id with the
+// highest logit: as -log1p(-u) <= u / (1 - u), a key is at least logit + T log((1 - u) / u), which
+// takes one logarithm and no exact rounding.
 
 #include <algorithm>
 
@@ -28,13 +21,11 @@
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "ops/ops.h"
+#include "sample/draw_keys.cuh"
 
 namespace paceline {
 namespace cuda {
 namespace {
-
-constexpr int32_t kNoValidLogit = -2;
-constexpr int32_t kInertRow = -1;
 
 constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
@@ -50,33 +41,6 @@ struct __align__(16) Partial {
   float max;          // of the logits; -inf: none valid
   float sum_of_exps;  // of logit - max; with `probabilities` only
 };
-
-// Candidates are numbers, the better the larger: by key, then by lowest id. Never 0.
-__device__ __forceinline__ uint64_t candidate(float key, int32_t id) {
-  // Adding zero makes one of the two zeros, which are equal.
-  return uint64_t{to_ordered(key + 0.0f)} << 32 | ~static_cast<uint32_t>(id);
-}
-__device__ __forceinline__ int32_t id_of(uint64_t candidate) {
-  return static_cast<int32_t>(~static_cast<uint32_t>(candidate));
-}
-
-__device__ __forceinline__ float gumbel(uint32_t bits) {
-  return -logf(-log1pf(-uniform_open(bits)));
-}
-
-// Moves a value that is equal in all lanes to a uniform register: the warp then computes what
-// depends on it, such as the keys of Philox's rounds, once and not in every lane.
-__device__ __forceinline__ uint32_t uniform(uint32_t value) {
-  return __reduce_max_sync(kAllLanes, value);
-}
-
-// One of four registers.
-template <class T>
-__device__ __forceinline__ T pick(const T (&values)[4], int32_t i) {
-  const T low = (i & 1) != 0 ? values[1] : values[0];
-  const T high = (i & 1) != 0 ? values[3] : values[2];
-  return (i & 2) != 0 ? high : low;
-}
 
 // The logits of a row. Each pass loads them again, from the L1 cache: in registers they would leave
 // room for fewer warps, which costs more.
@@ -97,14 +61,7 @@ struct RowLogits {
         four[i] = first_id + i < vocab_limit ? values[first_id + i] : negative_infinity();
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      four[i] = fmaxf(four[i], negative_infinity());  // NaN
-      if constexpr (kIsMapped) {
-        const int32_t id = first_id + i;
-        if (id < vocab_limit && token_map[id] >= token_limit) four[i] = negative_infinity();
-      }
-    }
+    drop_undrawable<kIsMapped>(first_id, vocab_limit, token_map, token_limit, four);
   }
 
   // The candidate with the highest logit, and that logit as its key, of the thread's ids from
@@ -129,32 +86,6 @@ struct RowLogits {
   }
 };
 
-// The noise of the ids and its scale. `token_map` maps ids to tokens, with kIsMapped only.
-template <bool kIsMapped>
-struct Noise {
-  NoiseKey key;
-  const int32_t* token_map;
-  float temperature;
-
-  __device__ __forceinline__ uint32_t word_of(int32_t id) const {
-    int32_t token = id;
-    if constexpr (kIsMapped) token = token_map[id];
-    uint32_t words[4];
-    philox_words(key, static_cast<uint32_t>(token) / 4, words);
-    return pick(words, token % 4);
-  }
-  // At most the id's key, up to the error that the slack of `sample` covers.
-  __device__ __forceinline__ float lower_key(int32_t id, float logit) const {
-    const float u = uniform_open(word_of(id));
-    return fmaf(temperature, __logf(__fdividef(1.0f - u, u)), logit);
-  }
-};
-
-// At most u, and no more than 2^-23 below it.
-__device__ __forceinline__ float uniform_below(uint32_t bits) {
-  return __uint_as_float(bits >> 9 | 0x3f800000u) - 1.0f;
-}
-
 // The best candidate of the thread's ids, or one that loses against another of its block. `highest`
 // is the result of RowLogits::highest. All threads of a block call it; `bounds` is shared memory.
 template <bool kIsVector, bool kIsMapped>
@@ -162,12 +93,6 @@ __device__ __forceinline__ uint64_t sample(const RowLogits<kIsVector, kIsMapped>
                                            int32_t first_id, int32_t num_rounds,
                                            const Noise<kIsMapped>& noise, uint64_t highest,
                                            uint32_t (&bounds)[kWarps]) {
-  // kSlack exceeds the rounding errors of a key's noise, of the exponent and of the exponential;
-  // the rounding of the key itself is relative to it. All in units of log 2.
-  constexpr float kSlack = 1.5e-3f;
-  constexpr float kRelativeSlack = 0x1p-21f;
-  constexpr float kMaxNoise = 33.01f;
-  constexpr float kMaxFloat = 0x1.fffffep127f;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   uint32_t own_bound = 0;
   if (highest != 0) {
@@ -181,49 +106,14 @@ __device__ __forceinline__ uint64_t sample(const RowLogits<kIsVector, kIsMapped>
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) bound_of_block = max(bound_of_block, bounds[i]);
   if (bound_of_block == 0) return 0;  // no valid logit in the block
-  const float bound = from_ordered(bound_of_block);
-  const float inverse = fminf(1.44269504f / noise.temperature, kMaxFloat);
-  const float slack = kSlack + kRelativeSlack * fabsf(bound) * inverse;
+  const Pruning pruning(from_ordered(bound_of_block), noise.temperature);
   uint64_t best = 0;
 #pragma unroll 1
   for (int32_t round = 0; round < num_rounds; ++round) {
     const int32_t first = first_id + round * kIdsPerRound;
     float four[4];
     logits.load(first, four);
-    // With these comparisons NaN, which infinities cause, prunes nothing.
-    float limit[4];  // log2 of what u must not exceed
-    bool is_any = false;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      limit[i] = (four[i] - bound) * inverse + slack;
-      is_any |= !(limit[i] < -kMaxNoise);
-    }
-    if (!is_any) continue;
-    uint32_t words[4];
-    if constexpr (kIsMapped) {
-      // Mapped tokens are not consecutive, so each needs its own counter.
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        words[i] = 0xffffffffu;
-        if (limit[i] < -kMaxNoise || !(four[i] > negative_infinity())) continue;
-        words[i] = noise.word_of(first + i);
-      }
-    } else {
-      philox_words(noise.key, static_cast<uint32_t>(first) / 4, words);
-    }
-    uint32_t survivors = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool is_pruned = uniform_below(words[i]) > exp2_approx(limit[i]);
-      const bool is_valid = four[i] > negative_infinity();
-      survivors |= is_valid && !is_pruned ? 1u << i : 0u;
-    }
-    // Survivors are few: one copy of the logarithms, not four, keeps the kernel small.
-    for (; survivors != 0; survivors &= survivors - 1) {
-      const int32_t i = __ffs(static_cast<int>(survivors)) - 1;
-      const float key = fmaf(noise.temperature, gumbel(pick(words, i)), pick(four, i));
-      best = max(best, candidate(key, first + i));
-    }
+    best = best_of_four(four, first, noise, pruning, best);
   }
   return best;
 }
@@ -264,8 +154,7 @@ __global__ void __launch_bounds__(kThreads)
                                                   .token_limit = p.token_limit};
   const uint64_t highest = logits.highest(first_id, num_rounds);
   const int32_t seq_slot = p.seq_slot[pass_row];
-  const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
-  const int32_t position = p.positions[pass_row] + ahead;
+  const int32_t position = drawn_position(p, pass_row);
   if (seq_slot < 0) {  // uniform over the blocks of the row, so none arrives
     if (piece == 0 && thread == 0) {
       p.tokens[row] = kInertRow;
@@ -278,13 +167,9 @@ __global__ void __launch_bounds__(kThreads)
 
   uint64_t winner = highest;
   if (temperature > 0.0f) {
-    const uint32_t salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[seq_slot]) : 0;
-    const uint64_t seed_high = uniform(static_cast<uint32_t>(seed >> 32));
-    const NoiseKey key = {.seed = seed_high << 32 | uniform(static_cast<uint32_t>(seed)),
-                          .stream = p.stream,
-                          .position = uniform(static_cast<uint32_t>(position)),
-                          .salt = uniform(salt)};
-    const Noise<kIsMapped> noise = {.key = key, .token_map = token_map, .temperature = temperature};
+    const Noise<kIsMapped> noise = {.key = noise_key(p, seq_slot, seed, position),
+                                    .token_map = token_map,
+                                    .temperature = temperature};
     winner = sample(logits, first_id, num_rounds, noise, highest, bounds);
   }
   winner = warp_max(winner);

@@ -14,6 +14,7 @@
 
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
+#include "ops/markov.h"
 #include "ops/ops.h"
 #include "speculate/row_ops.h"
 #include "support/all_accepted.h"
@@ -100,7 +101,10 @@ TEST(BlockDrafter, OraclesAreAlwaysRight) {
                      << "source " << static_cast<int>(oracle.source) << " window "
                      << oracle.windows[0] << " anchor " << oracle.block.samples_from_anchor << " k "
                      << k << " T " << temperature);
-        expect_all_accepted(executor, random_jobs(random, 12, 64, temperature, 60, 60));
+        std::vector<Job> jobs = random_jobs(random, 12, 64, temperature, 60, 60);
+        // Whether a batch has a request with top-k decides what draws its drafts.
+        if (cell % 2 == 0) jobs[0].sampling.top_k = jobs[7].sampling.top_k = 1;
+        expect_all_accepted(executor, jobs);
         preemptions += executor.stats().num_preemptions;
       }
     }
@@ -136,16 +140,13 @@ TEST(BlockDrafter, PlantedFaultsGoRed) {
     }
   };
   // The noise of the row's position where that of the next one is drawn.
-  const auto shifts_noise = [](CpuRunner& runner, Program& program) {
-    for (DrawParams* p : program.params_of<DrawParams>(draw)) {
-      if (p->positions == runner.buffers().blocks.rows.positions) p->draw_ahead ^= 1;
-    }
+  const auto shifts_noise = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<MarkovDraftParams>(markov_draft)) p->draw.draw_ahead ^= 1;
   };
   // Every draft follows the newest token.
   const auto breaks_chain = [](CpuRunner& runner, Program& program) {
-    for (EmbedParams* p : program.params_of<EmbedParams>(embed)) {
-      const int32_t* const tokens = runner.buffers().blocks.tokens;
-      if (p->token_ids > tokens && p->token_ids < tokens + 8 * 5) p->token_ids = tokens;
+    for (auto* p : program.params_of<MarkovDraftParams>(markov_draft)) {
+      p->previous = runner.buffers().blocks.tokens;
     }
   };
   const RawModel raw = block_oracle_target();

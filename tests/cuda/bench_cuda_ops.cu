@@ -26,6 +26,7 @@
 #include "support/op_cases.h"
 #include "support/op_cases_compressed.h"
 #include "support/op_cases_latent.h"
+#include "support/op_cases_markov.h"
 #include "support/op_cases_moe.h"
 #include "support/op_cases_streams.h"
 #include "support/seed.h"
@@ -199,6 +200,15 @@ void bench_small_ops(Bench& bench) {
       return make_draw({.vocab_limit = 151936, .temperature = temperature}, rows, 1);
     };
   };
+  // A draft of DSpark on Qwen3-8B, whose weights fit no cache.
+  const auto draft_at = [](float temperature) {
+    return [temperature](const Rows& rows) {
+      return make_chain({.rank = 256,
+                         .draw = {.vocab_limit = 151936, .temperature = temperature},
+                         .is_alone = true},
+                        rows, 1);
+    };
+  };
   const auto adjust_of = [](AdjustKind kind) {
     return [kind](const Rows& rows) {
       return make_adjust({.vocab_size = 151936, .kind = kind}, rows, 1);
@@ -281,6 +291,8 @@ void bench_small_ops(Bench& bench) {
       {"soft_cap/151936", [](const Rows& rows) { return make_soft_cap({151936}, rows, 1); }},
       {"draw/151936/greedy", draw_at(0.0f)},
       {"draw/151936/t1", draw_at(1.0f)},
+      {"markov_draft/256x151936/greedy", draft_at(0.0f)},
+      {"markov_draft/256x151936/t1", draft_at(1.0f)},
       {"adjust/151936/none", adjust_of(AdjustKind::kNone)},
       {"adjust/151936/penalties", adjust_of(AdjustKind::kPenalties)},
       {"copy/151936",

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Builder of draws. Draws that differ are compared by their keys, since two may nearly tie.
+// Draws, alone and as a part of other ops. Draws that differ are compared by their keys, since two
+// may nearly tie.
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +10,7 @@
 #include <numeric>
 
 #include "base/philox.h"
+#include "support/draw_arrays.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
 
@@ -38,11 +40,6 @@ DrawRow draw_row_of(const DrawSpec& s, int64_t id, uint64_t seed) {
           .position = stream.below(1 << 20),
           .temperature = s.temperature < 0.0f ? by_turns[id % 4] : s.temperature,
           .is_inert = id % 17 == 9};
-}
-
-void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
-  fill_logits(s.logits, s.vocab_limit, id, seed, to);
-  std::fill_n(to + s.vocab_limit, s.padding, kInf);
 }
 
 // The token of an id of row `row`, and the first token that the target does not have. Where rows
@@ -90,8 +87,9 @@ double gumbel_key(const DrawSpec& s, const DrawRow& row, float logit, int32_t id
 }
 
 // The error in the draw `got`, where the CPU drew `want`, or in its probability.
-std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logits, int32_t want,
-                       int32_t got, const float* probability, int64_t* num_different) {
+std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logits, bool are_exact,
+                       int32_t want, int32_t got, const float* probability,
+                       int64_t* num_different) {
   const auto is_close = [](double a, double b) {
     const bool is_finite = std::isfinite(a) && std::isfinite(b);
     return is_finite && std::fabs(a - b) <= 1e-4 * std::max({1.0, std::fabs(a), std::fabs(b)});
@@ -102,7 +100,8 @@ std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logit
   }
   if (got != want) {
     const std::string both = "drew " + std::to_string(got) + ", the CPU " + std::to_string(want);
-    if (!(row.temperature > 0.0f) || want < 0 || got < 0) return both;
+    const bool may_tie = row.temperature > 0.0f || !are_exact;
+    if (!may_tie || want < 0 || got < 0) return both;
     const double key = gumbel_key(s, row, logits[got], got);
     if (!is_close(key, gumbel_key(s, row, logits[want], want))) {
       return both + " whose key is " + std::to_string(gumbel_key(s, row, logits[want], want)) +
@@ -128,20 +127,26 @@ std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logit
          ", expected " + std::to_string(expected);
 }
 
+// The identities of the rows of logits, from which row i draws.
+std::vector<int64_t> source_ids(const DrawSpec& s, const Rows& rows) {
+  std::vector<int64_t> ids = rows.ids;
+  if (s.has_own_noise) std::reverse(ids.begin(), ids.end());
+  return ids;
+}
+
 }  // namespace
 
-OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
-  OpInstance op;
-  const int32_t max_rows = rows.max_rows;
-  const int64_t stride = s.vocab_limit + s.padding;
-  const Handle num_rows = add_num_rows(op, rows);
-  Rows sources = rows;  // whose logits lie where
-  if (s.has_own_noise) std::reverse(sources.ids.begin(), sources.ids.end());
-  const Handle logits =
-      op.add(row_array("logits", Element::kF32, Element::kF32, sources, stride,
-                       [=](int64_t id, float* to) { fill_logits(s, id, seed, to); }));
+void fill_draw_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
+  fill_logits(s.logits, s.vocab_limit, id, seed, to);
+  std::fill_n(to + s.vocab_limit, s.padding, kInf);
+}
+
+DrawArrays add_draw(OpInstance& op, const DrawSpec& s, const Rows& rows, uint64_t seed) {
+  DrawArrays draws{.spec = s, .rows = rows, .seed = seed};
+  draws.num_rows = add_num_rows(op, rows);
+  const int64_t stride = draws.stride();
   // Row i belongs to pass row 2 (max - 1 - i), and that to a slot in yet another order.
-  const auto size = static_cast<size_t>(max_rows);
+  const auto size = static_cast<size_t>(rows.max_rows);
   std::vector<int32_t> row_index(size);
   std::vector<int32_t> seq_slot(2 * size, -1);
   std::vector<int32_t> positions(2 * size, kMaxInt);
@@ -165,94 +170,116 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
     logit_rows[i] = static_cast<int32_t>(rows.ids.size() - 1 - i);
     op.num_compared += !row.is_inert && row.temperature > 0.0f;
   }
-  const Handle index = op.add(int_array("row_index", Role::kInput, row_index));
-  const Handle slots = op.add(int_array("seq_slot", Role::kInput, seq_slot));
-  const Handle at_positions = op.add(int_array("positions", Role::kInput, positions));
-  const Handle all_seeds = op.add(int_array("seeds", Role::kInput, seeds));
-  const Handle all_temperatures = op.add(float_array(
+  draws.row_index = op.add(int_array("row_index", Role::kInput, row_index));
+  draws.seq_slot = op.add(int_array("seq_slot", Role::kInput, seq_slot));
+  draws.positions = op.add(int_array("positions", Role::kInput, positions));
+  draws.seeds = op.add(int_array("seeds", Role::kInput, seeds));
+  draws.temperatures = op.add(float_array(
       "temperatures", Element::kF32, Element::kF32, static_cast<int64_t>(temperatures.size()),
       [temperatures](float* to) { std::copy(temperatures.begin(), temperatures.end(), to); }));
-  Handle map = kNoArray;
   if (s.is_mapped) {
     // Logits that no row may read are lower than all limits allow; if read, they would win.
     const auto num_maps = s.has_row_maps ? size : 1;
     std::vector<int32_t> all(num_maps * static_cast<size_t>(stride), kMinInt);
     for (size_t i = 0; i < (s.has_row_maps ? rows.ids.size() : 1); ++i) {
-      const int64_t row = s.has_row_maps ? sources.ids[i] : 0;
+      const int64_t row = s.has_row_maps ? source_ids(s, rows)[i] : 0;
       int32_t* const tokens_of_row = all.data() + static_cast<int64_t>(i) * stride;
       for (int32_t id = 0; id < s.vocab_limit; ++id) tokens_of_row[id] = token_of(s, row, id);
     }
-    map = op.add(int_array("token_map", Role::kInput, all));
+    draws.token_map = op.add(int_array("token_map", Role::kInput, all));
   }
   const auto own = [&](const char* name, const std::vector<int32_t>& values) {
     return s.has_own_noise ? op.add(int_array(name, Role::kInput, values)) : kNoArray;
   };
-  const Handle at_salts = own("salts", salts);
-  const Handle at_logit_rows = own("logit_rows", logit_rows);
-  const Handle steps =
-      s.steps_ahead > 0 ? op.add(int_array<int32_t>("steps_ahead", Role::kInput, {s.steps_ahead}))
-                        : kNoArray;
-  OpArray drawn = output_array("tokens", Element::kI32, Element::kI32, max_rows, 1);
+  draws.salts = own("salts", salts);
+  draws.logit_rows = own("logit_rows", logit_rows);
+  draws.steps_ahead = s.steps_ahead > 0
+                          ? op.add(int_array<int32_t>("steps_ahead", Role::kInput, {s.steps_ahead}))
+                          : kNoArray;
+  OpArray drawn = output_array("tokens", Element::kI32, Element::kI32, rows.max_rows, 1);
   drawn.compare = Compare::kByCase;
-  const Handle tokens = op.add(std::move(drawn));
-  Handle probabilities = kNoArray;
+  draws.tokens = op.add(std::move(drawn));
   if (s.has_probabilities) {
-    OpArray of_drawn = output_array("probabilities", Element::kF32, Element::kF32, max_rows, 1);
+    OpArray of_drawn =
+        output_array("probabilities", Element::kF32, Element::kF32, rows.max_rows, 1);
     of_drawn.compare = Compare::kByCase;
-    probabilities = op.add(std::move(of_drawn));
+    draws.probabilities = op.add(std::move(of_drawn));
   }
-  op.set_run([=](auto& ctx, const Addresses& at) {
-    draw(ctx, DrawParams{.num_rows = at.get<int32_t>(num_rows),
-                         .max_rows = max_rows,
-                         .logits = at.get<float>(logits),
-                         .logits_stride = stride,
-                         .vocab_limit = s.vocab_limit,
-                         .row_index = at.get<int32_t>(index),
-                         .seq_slot = at.get<int32_t>(slots),
-                         .positions = at.get<int32_t>(at_positions),
-                         .seeds = at.get<uint64_t>(all_seeds),
-                         .temperatures = at.get<float>(all_temperatures),
-                         .tokens = at.get<int32_t>(tokens),
-                         .probabilities = at.get<float>(probabilities),
-                         .draw_ahead = draw_ahead(s),
-                         .token_map = at.get<int32_t>(map),
-                         .token_limit = token_limit(s),
-                         .token_map_stride = s.has_row_maps ? stride : 0,
-                         .steps_ahead = at.get<int32_t>(steps),
-                         .logit_rows = at.get<int32_t>(at_logit_rows),
-                         .stream = s.has_own_noise ? NoiseStream::kDraft : NoiseStream::kTarget,
-                         .salts = at.get<int32_t>(at_salts)});
-  });
+  return draws;
+}
+
+DrawParams DrawArrays::params(const Addresses& at, const float* logits) const {
+  return {.num_rows = at.get<int32_t>(num_rows),
+          .max_rows = rows.max_rows,
+          .logits = logits,
+          .logits_stride = stride(),
+          .vocab_limit = spec.vocab_limit,
+          .row_index = at.get<int32_t>(row_index),
+          .seq_slot = at.get<int32_t>(seq_slot),
+          .positions = at.get<int32_t>(positions),
+          .seeds = at.get<uint64_t>(seeds),
+          .temperatures = at.get<float>(temperatures),
+          .tokens = at.get<int32_t>(tokens),
+          .probabilities = at.get<float>(probabilities),
+          .draw_ahead = draw_ahead(spec),
+          .token_map = at.get<int32_t>(token_map),
+          .token_limit = token_limit(spec),
+          .token_map_stride = spec.has_row_maps ? stride() : 0,
+          .steps_ahead = at.get<int32_t>(steps_ahead),
+          .logit_rows = at.get<int32_t>(logit_rows),
+          .stream = spec.has_own_noise ? NoiseStream::kDraft : NoiseStream::kTarget,
+          .salts = at.get<int32_t>(salts)};
+}
+
+std::string judge_draws(const DrawArrays& draws,
+                        const std::function<void(size_t row, float* to)>& logits_of, bool are_exact,
+                        const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different) {
+  const DrawSpec& s = draws.spec;
+  const auto at = static_cast<size_t>(draws.tokens);
+  const auto* const want = reinterpret_cast<const int32_t*>(cpu[at].data());
+  const auto* const got = reinterpret_cast<const int32_t*>(cuda[at].data());
+  const auto* const probability =
+      draws.probabilities == kNoArray
+          ? nullptr
+          : reinterpret_cast<const float*>(cuda[static_cast<size_t>(draws.probabilities)].data());
+  std::vector<float> logits(static_cast<size_t>(draws.stride()));
+  for (size_t i = 0; i < draws.rows.ids.size(); ++i) {
+    const int64_t row = draws.rows.ids[i];
+    logits_of(i, logits.data());
+    for (int32_t id = 0; s.is_mapped && id < s.vocab_limit; ++id) {
+      if (token_of(s, row, id) >= token_limit(s)) logits[static_cast<size_t>(id)] = kNan;
+    }
+    const std::string wrong = judge_draw(
+        s, draw_row_of(s, row, draws.seed), logits.data(), are_exact, id_of(s, row, want[i]),
+        id_of(s, row, got[i]), probability == nullptr ? nullptr : probability + i, num_different);
+    if (!wrong.empty()) return "row " + std::to_string(i) + ": " + wrong;
+  }
+  for (size_t i = draws.rows.ids.size(); i < static_cast<size_t>(draws.rows.max_rows); ++i) {
+    if (got[i] != want[i]) return "wrote token " + std::to_string(i) + ", beyond num_rows";
+    uint32_t bits = 0xffffffffu;
+    if (probability != nullptr) std::memcpy(&bits, probability + i, 4);
+    if (bits != 0xffffffffu) {
+      return "wrote probability " + std::to_string(i) + ", beyond num_rows";
+    }
+  }
+  return {};
+}
+
+OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const DrawArrays draws = add_draw(op, s, rows, seed);
+  Rows sources = rows;
+  sources.ids = source_ids(s, rows);
+  const Handle logits =
+      op.add(row_array("logits", Element::kF32, Element::kF32, sources, draws.stride(),
+                       [=](int64_t id, float* to) { fill_draw_logits(s, id, seed, to); }));
+  op.set_run(
+      [=](auto& ctx, const Addresses& at) { draw(ctx, draws.params(at, at.get<float>(logits))); });
   op.check = [=](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different) {
-    const auto* const want =
-        reinterpret_cast<const int32_t*>(cpu[static_cast<size_t>(tokens)].data());
-    const auto* const got =
-        reinterpret_cast<const int32_t*>(cuda[static_cast<size_t>(tokens)].data());
-    const auto* const probability =
-        probabilities == kNoArray
-            ? nullptr
-            : reinterpret_cast<const float*>(cuda[static_cast<size_t>(probabilities)].data());
-    std::vector<float> row_logits(static_cast<size_t>(stride));
-    for (size_t i = 0; i < rows.ids.size(); ++i) {
-      const int64_t row = rows.ids[i];
-      fill_logits(s, row, seed, row_logits.data());
-      for (int32_t id = 0; s.is_mapped && id < s.vocab_limit; ++id) {
-        if (token_of(s, row, id) >= token_limit(s)) row_logits[static_cast<size_t>(id)] = kNan;
-      }
-      const std::string wrong = judge_draw(
-          s, draw_row_of(s, row, seed), row_logits.data(), id_of(s, row, want[i]),
-          id_of(s, row, got[i]), probability == nullptr ? nullptr : probability + i, num_different);
-      if (!wrong.empty()) return "row " + std::to_string(i) + ": " + wrong;
-    }
-    for (size_t i = rows.ids.size(); i < size; ++i) {
-      if (got[i] != want[i]) return "wrote token " + std::to_string(i) + ", beyond num_rows";
-      uint32_t bits = 0xffffffffu;
-      if (probability != nullptr) std::memcpy(&bits, probability + i, 4);
-      if (bits != 0xffffffffu) {
-        return "wrote probability " + std::to_string(i) + ", beyond num_rows";
-      }
-    }
-    return std::string();
+    const auto logits_of = [&](size_t row, float* to) {
+      fill_draw_logits(s, rows.ids[row], seed, to);
+    };
+    return judge_draws(draws, logits_of, /*are_exact=*/true, cpu, cuda, num_different);
   };
   return op;
 }

@@ -347,31 +347,6 @@ OpInstance make_soft_cap(const SoftCapSpec& s, const Rows& rows, uint64_t seed) 
   return op;
 }
 
-OpInstance make_add_rows(const AddRowsSpec& s, const Rows& rows, uint64_t seed) {
-  OpInstance op;
-  const Handle num_rows = add_num_rows(op, rows);
-  const auto values = [&](const char* name, int32_t purpose) {
-    return row_array(name, Element::kF32, Element::kF32, rows, s.n, [=](int64_t id, float* to) {
-      Stream(seed, purpose, static_cast<uint64_t>(id)).fill(to, s.n, 10.0f);
-      const float edges[] = {-kInf, kInf, 0.0f};
-      if (id < 3) to[s.n - 1] = edges[id];
-    });
-  };
-  const Handle x = op.add(values("x", kX));
-  OpArray inout = values("y", kWeight);
-  inout.role = Role::kInOut;
-  const Handle y = op.add(std::move(inout));
-  const int32_t max_rows = rows.max_rows;
-  op.set_run([=](auto& ctx, const Addresses& at) {
-    add_rows(ctx, AddRowsParams{.num_rows = at.get<int32_t>(num_rows),
-                                .max_rows = max_rows,
-                                .x = at.get<float>(x),
-                                .y = at.get<float>(y),
-                                .n = s.n});
-  });
-  return op;
-}
-
 OpInstance make_select_clusters(const SelectClustersSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Handle num_rows = add_num_rows(op, rows);

@@ -176,7 +176,6 @@ void add_element_ops(TableBuilder& table) {
   }
   for (const int32_t n : {1, 1003, 32000}) {
     table.add("soft_cap_n" + std::to_string(n), make_soft_cap, SoftCapSpec{n, 30.0f}, n == 1003);
-    table.add("add_rows_n" + std::to_string(n), make_add_rows, AddRowsSpec{n}, n == 1003);
   }
 }
 

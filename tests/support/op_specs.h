@@ -212,10 +212,6 @@ struct ClusterLogitsSpec {
 [[nodiscard]] OpInstance make_list_attention(const ListSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_gather(const GatherSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_copy(const CopySpec& spec, const Rows& rows, uint64_t seed);
-struct AddRowsSpec {
-  int32_t n;
-};
-[[nodiscard]] OpInstance make_add_rows(const AddRowsSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_soft_cap(const SoftCapSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_draw(const DrawSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_adjust(const AdjustSpec& spec, const Rows& rows, uint64_t seed);

@@ -36,6 +36,8 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
     const auto add_linear = [&](const Linear& own, const LinearShape& shape) {
       // The library has no products by head or by group.
       if (shape.is_by_head || shape.num_groups > 1) return;
+      // markov_draft multiplies W2 of a Markov head.
+      if (&own == &weights.head.markov) return;
       const bool is_lm_head = &own == &weights.lm_head;
       // With centroids, the rows of the LM head are looked up.
       if (is_lm_head && weights.head.centroids.is_present()) return;

@@ -51,45 +51,49 @@ bool Iteration::is_drafted_from(size_t group) const {
   return layout_.is_read_by(KvOwner::kDraft, static_cast<GroupId>(group));
 }
 
-template <class Ctx>
-void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent,
-                            const DraftDraws& draws) const {
+DrawParams Iteration::draw_params(const DraftDraws& draws) const {
   const IterationBuffers& b = buffers_;
   const int32_t num_logits = decoder_of(speculator_)->config().num_logits();
   const int32_t target_vocab = target_.config().vocab_size;
   const TokenMap map = token_map(speculator_, b.draft_output);
-  // The two vocabularies may differ in padding rows. A token that only one has is never drafted.
-  const int32_t vocab_limit =
-      map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits);
+  return {.num_rows = draws.num_rows,
+          .max_rows = draws.max_rows,
+          .logits = draws.logits,
+          .logits_stride = num_logits,
+          // The two vocabularies may differ in padding rows. A token that only one has is never
+          // drafted.
+          .vocab_limit = map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits),
+          .row_index = draws.row_index,
+          .seq_slot = draws.rows.seq_slot,
+          .positions = draws.rows.positions,
+          .seeds = b.sequences.seed,
+          .temperatures = b.sequences.temperature,
+          .tokens = draws.tokens,
+          .probabilities = draws.probabilities,
+          .draw_ahead = draws.draw_ahead,
+          .token_map = map.tokens,
+          .token_limit = target_vocab,
+          .token_map_stride = map.stride,
+          .steps_ahead = draws.adds_steps ? draws.steps : nullptr};
+}
+
+template <class Ctx>
+void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent,
+                            const DraftDraws& draws) const {
+  const IterationBuffers& b = buffers_;
+  DrawParams params = draw_params(draws);
   if (extent.has_logit_work) {
     // The target's logits are cut in the same way, so the target would seldom draw other tokens.
     ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = draws.num_rows,
                                                   .max_rows = draws.max_rows,
                                                   .logits = draws.logits,
-                                                  .logits_stride = num_logits,
-                                                  .vocab_limit = vocab_limit,
+                                                  .logits_stride = params.logits_stride,
+                                                  .vocab_limit = params.vocab_limit,
                                                   .row_index = draws.row_index,
                                                   .seq_slot = draws.rows.seq_slot,
                                                   .temperatures = b.sequences.temperature,
                                                   .sampling = b.sampling});
   }
-  DrawParams params{.num_rows = draws.num_rows,
-                    .max_rows = draws.max_rows,
-                    .logits = draws.logits,
-                    .logits_stride = num_logits,
-                    .vocab_limit = vocab_limit,
-                    .row_index = draws.row_index,
-                    .seq_slot = draws.rows.seq_slot,
-                    .positions = draws.rows.positions,
-                    .seeds = b.sequences.seed,
-                    .temperatures = b.sequences.temperature,
-                    .tokens = draws.tokens,
-                    .probabilities = draws.probabilities,
-                    .draw_ahead = draws.draw_ahead,
-                    .token_map = map.tokens,
-                    .token_limit = target_vocab,
-                    .token_map_stride = map.stride,
-                    .steps_ahead = draws.adds_steps ? draws.steps : nullptr};
   if (b.rejection.is_used()) {
     params = propose_draft(ctx, b.rejection, b.sequences, params, draws.steps);
   }

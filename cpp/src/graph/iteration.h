@@ -225,6 +225,8 @@ class Iteration {
     const int32_t* steps;
     bool adds_steps;
   };
+  // The draw of these rows by the noise of the predicted tokens.
+  [[nodiscard]] DrawParams draw_params(const DraftDraws& draws) const;
   template <class Ctx>
   void draw_drafts(Ctx& ctx, const IterationExtent& extent, const DraftDraws& draws) const;
   // The pass over blocks: all drafts of the drafting sequences.

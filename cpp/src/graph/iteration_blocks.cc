@@ -62,33 +62,39 @@ void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
                             b.gathered, b.draft_stop.probabilities);
   }
   // Draft `first` and those behind it, `count` in all.
-  const auto draw = [&](int32_t first, int32_t count, const int32_t* num_rows) {
+  const auto draws_of = [&](int32_t first, int32_t count, const int32_t* num_rows) -> DraftDraws {
     const int32_t at = first * num_seqs;
     const int64_t num_logits = drafter.config().num_logits();
-    draw_drafts(ctx, extent,
-                {.num_rows = num_rows,
-                 .max_rows = count * num_seqs,
-                 .row_index = blocks.predicting_rows + at,
-                 .rows = rows,
-                 .logits = b.logits + at * num_logits,
-                 .tokens = drawn + at,
-                 .probabilities = b.draft_stop.probabilities != nullptr && !estimates
-                                      ? b.draft_stop.probabilities + at
-                                      : nullptr,
-                 .draw_ahead = config.samples_from_anchor ? 1 : 0,
-                 .steps = b.identity + first,
-                 .adds_steps = false});
+    return {.num_rows = num_rows,
+            .max_rows = count * num_seqs,
+            .row_index = blocks.predicting_rows + at,
+            .rows = rows,
+            .logits = b.logits + at * num_logits,
+            .tokens = drawn + at,
+            .probabilities = b.draft_stop.probabilities != nullptr && !estimates
+                                 ? b.draft_stop.probabilities + at
+                                 : nullptr,
+            .draw_ahead = config.samples_from_anchor ? 1 : 0,
+            .steps = b.identity + first,
+            .adds_steps = false};
   };
   const bool is_chain = config.markov != MarkovHead::kNone;
   if (!is_chain && !b.rejection.is_used()) {
-    draw(0, num_drafts, blocks.num_predicting);
+    draw_drafts(ctx, extent, draws_of(0, num_drafts, blocks.num_predicting));
   } else {
     // The proposals of a window are stored draft by draft.
     for (int32_t j = 0; j < num_drafts; ++j) {
-      const bool is_first = j == 0 && !config.begins_with_state();
-      drafter.add_markov(ctx, chained(j, is_first), b.activations, blocks.heads,
-                         b.logits + int64_t{j} * num_seqs * drafter.config().num_logits());
-      draw(j, 1, num_drafting);
+      const DraftDraws draws = draws_of(j, 1, num_drafting);
+      // Where nothing stands between the Markov head and the draw, they are one op.
+      const DrawParams drawing = draw_params(draws);
+      const bool is_drawn = is_chain && !extent.has_logit_work && !b.rejection.is_used() &&
+                            drawing.probabilities == nullptr;
+      if (is_chain) {
+        const bool is_first = j == 0 && !config.begins_with_state();
+        drafter.add_markov(ctx, chained(j, is_first), b.activations, blocks.heads, draws.logits,
+                           is_drawn ? &drawing : nullptr);
+      }
+      if (!is_drawn) draw_drafts(ctx, extent, draws);
     }
   }
   ctx.run(store_block_drafts, StoreBlockDraftsParams{.inputs = b.staged,

@@ -139,10 +139,12 @@ BlockHeadScratch allocate_heads(DeviceArena& arena, const DecoderConfig& draft, 
   const auto activations = [&](int64_t width) {
     return arena.allocate<std::byte>(rows * width * dtype_bytes(activation_dtype), "activations");
   };
-  BlockHeadScratch heads{.e = floats(block.markov_rank),
-                         .factors = activations(block.markov_rank),
-                         .bias = floats(draft.num_logits())};
+  BlockHeadScratch heads;
+  if (block.has_markov_mix() || block.confidence == ConfidenceHead::kHiddenAndToken) {
+    heads.e = floats(block.markov_rank);
+  }
   if (block.has_markov_mix()) {
+    heads.factors = activations(block.markov_rank);
     heads.inputs = activations(block.markov_inputs(draft.hidden));
     heads.mix = floats(block.markov_outputs());
   }

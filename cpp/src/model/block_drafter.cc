@@ -85,19 +85,6 @@ template <class Ctx>
 void BlockDrafter::make_factors(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
                                 const BlockHeadScratch& scratch) const {
   const int32_t rank = block().markov_rank;
-  if (!block().has_markov_mix()) {
-    ctx.run(copy_rows, CopyRowsParams{.num_rows = draft.num_rows,
-                                      .max_rows = draft.max_rows,
-                                      .row_index = nullptr,
-                                      .x = scratch.e,
-                                      .x_stride = rank,
-                                      .y = scratch.factors,
-                                      .y_stride = rank,
-                                      .width = rank,
-                                      .x_dtype = DType::kFloat32,
-                                      .y_dtype = activations.dtype});
-    return;
-  }
   const bool has_state = block().markov == MarkovHead::kRnn;
   const RowPart e{.x = scratch.e, .stride = rank, .width = rank};
   const RowPart h{.x = hidden_rows(draft, activations),
@@ -154,24 +141,29 @@ void BlockDrafter::begin_chain(Ctx& ctx, const int32_t* first_rows, const Chaine
 
 template <class Ctx>
 void BlockDrafter::add_markov(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
-                              const BlockHeadScratch& scratch, float* logits) const {
-  if (block().markov == MarkovHead::kNone) return;
-  const RowCount rows{.num_rows = draft.num_rows, .max_rows = draft.max_rows};
-  embed_previous(ctx, draft, scratch);
-  if (draft.probability != nullptr && block().confidence == ConfidenceHead::kHiddenAndToken) {
-    estimate(ctx, rows, draft.first_hidden_row, scratch.e, activations, draft.probability);
+                              const BlockHeadScratch& scratch, float* logits,
+                              const DrawParams* drawing) const {
+  const DraftHeadWeights& w = decoder_.weights().head;
+  const bool has_factors = block().has_markov_mix();
+  const bool estimates =
+      draft.probability != nullptr && block().confidence == ConfidenceHead::kHiddenAndToken;
+  if (has_factors || estimates) embed_previous(ctx, draft, scratch);
+  if (estimates) {
+    estimate(ctx, {.num_rows = draft.num_rows, .max_rows = draft.max_rows}, draft.first_hidden_row,
+             scratch.e, activations, draft.probability);
   }
-  make_factors(ctx, draft, activations, scratch);
-  project(ctx, rows, decoder_.weights().head.markov,
-          {.x = scratch.factors,
-           .y = scratch.bias,
-           .x_dtype = activations.dtype,
-           .y_dtype = DType::kFloat32});
-  ctx.run(add_rows, AddRowsParams{.num_rows = draft.num_rows,
-                                  .max_rows = draft.max_rows,
-                                  .x = scratch.bias,
-                                  .y = logits,
-                                  .n = config().num_logits()});
+  if (has_factors) make_factors(ctx, draft, activations, scratch);
+  ctx.run(markov_draft, MarkovDraftParams{.num_rows = draft.num_rows,
+                                          .max_rows = draft.max_rows,
+                                          .factors = has_factors ? scratch.factors : nullptr,
+                                          .previous = has_factors ? nullptr : draft.previous,
+                                          .table = has_factors ? nullptr : w.markov_table,
+                                          .vocab_size = config().vocab_size,
+                                          .weight = w.markov.weight,
+                                          .logits = logits,
+                                          .dtype = activations.dtype,
+                                          .draws = drawing != nullptr,
+                                          .draw = drawing != nullptr ? *drawing : DrawParams{}});
 }
 
 template <class Ctx>
@@ -219,7 +211,8 @@ void BlockDrafter::estimate(Ctx& ctx, const RowCount& rows, int64_t first_row, c
                                                const Activations&, const BlockHeadScratch&,       \
                                                float*) const;                                     \
   template void BlockDrafter::add_markov<Ctx>(Ctx&, const ChainedDraft&, const Activations&,      \
-                                              const BlockHeadScratch&, float*) const;             \
+                                              const BlockHeadScratch&, float*, const DrawParams*) \
+      const;                                                                                      \
   template void BlockDrafter::estimate_drafts<Ctx>(                                               \
       Ctx&, const int32_t*, int32_t, const Activations&, const float*, float*) const;
 PACELINE_INSTANTIATE_BLOCK_DRAFTER(CpuContext)

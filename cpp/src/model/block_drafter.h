@@ -20,12 +20,11 @@ namespace paceline {
 // The scratch of a Markov head and of a confidence head, for one draft of each sequence. What the
 // drafter's heads do not use is null.
 struct BlockHeadScratch {
-  float* e = nullptr;       // [max_seqs, markov_rank] rows of W1
+  float* e = nullptr;       // [max_seqs, markov_rank] rows of W1, where more than W2 reads them
   void* inputs = nullptr;   // [max_seqs, markov_inputs] dtype of the activations: of Wg or Wz
   float* mix = nullptr;     // [max_seqs, markov_outputs] of Wg or Wz
   float* state = nullptr;   // [max_seqs, markov_rank] of MarkovHead::kRnn, from draft to draft
   void* factors = nullptr;  // [max_seqs, markov_rank] dtype of the activations: the input of W2
-  float* bias = nullptr;    // [max_seqs, num_logits] of W2
 };
 
 // One draft of the sequences of a pass, which depends on the token before it.
@@ -78,11 +77,12 @@ class BlockDrafter {
                    float* gathered) const;
 
   // Adds to `logits` [max_rows, num_logits] what the Markov head says of a draft, and estimates
-  // whether it will be accepted if the confidence head reads the token before it. Without a Markov
-  // head it does nothing.
+  // whether it will be accepted if the confidence head reads the token before it. With `drawing` it
+  // also draws the draft, and leaves `logits` undefined (MarkovDraftParams). Without a Markov head
+  // it must not be called.
   template <class Ctx>
   void add_markov(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
-                  const BlockHeadScratch& scratch, float* logits) const;
+                  const BlockHeadScratch& scratch, float* logits, const DrawParams* drawing) const;
 
   // For the rows of `logits`, right after it: what a confidence head reads before the final norm,
   // to activations.embedded, where it stays until the next pass; and the estimates of one that
@@ -96,7 +96,7 @@ class BlockDrafter {
   // scratch.e, of the token before a draft.
   template <class Ctx>
   void embed_previous(Ctx& ctx, const ChainedDraft& draft, const BlockHeadScratch& scratch) const;
-  // scratch.factors, and the new state of a head that has one.
+  // scratch.factors of a head with Wg or Wz, and the new state of one that has it.
   template <class Ctx>
   void make_factors(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
                     const BlockHeadScratch& scratch) const;

@@ -180,15 +180,6 @@ void soft_cap(CpuContext& ctx, const SoftCapParams& p) {
   });
 }
 
-void add_rows(CpuContext& ctx, const AddRowsParams& p) {
-  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  for_rows(ctx, num_rows, p.n, [&](int32_t row) {
-    const float* const x = p.x + int64_t{row} * p.n;
-    float* const y = p.y + int64_t{row} * p.n;
-    for (int32_t i = 0; i < p.n; ++i) y[i] += x[i];
-  });
-}
-
 void check_activation(const ActivatedGemmParams& p) {
   const GatedActivationParams& a = p.activation;
   PACELINE_CHECK(a.x == p.product.y && a.up == nullptr && !a.is_interleaved &&

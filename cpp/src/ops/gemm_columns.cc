@@ -25,8 +25,8 @@
 namespace paceline {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 8 << 10;  // minimum; at least one tile is prefetched
-constexpr int64_t kBlockBytes = 512 << 10;   // of x in a block; half of a common L2
+constexpr int64_t kPrefetchBytes = 8 << 10;          // minimum; at least one tile is prefetched
+constexpr int64_t kBlockBytes = kPlainScratchBytes;  // of x in a block; half of a common L2
 
 // The scratch memory of a thread: converted rows of x, then dequantised rows of W.
 constexpr int64_t kWeightScratchBytes = ThreadPool::kScratchBytes - kBlockBytes;

@@ -39,22 +39,7 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
       begin = piece_end;
     }
   };
-  // Fewer multiplications cost less than a fork and join.
-  constexpr int64_t kMinParallelWork = 100 << 10;
-  if (ctx.num_threads == 1 || int64_t{num_rows} * n * p.weight.k < kMinParallelWork) {
-    multiply(0, n);
-    return;
-  }
-  // Each thread has a few pieces, so that an interrupted thread does not delay the others.
-  // Splitting a shorter stream costs more than it evens out.
-  constexpr int64_t kMinSplitBytes = 4 << 20;
-  const int64_t num_grains = (n + kGemmGrain - 1) / kGemmGrain;
-  const int64_t thread_bytes = n * p.weight.row_bytes() / ctx.num_threads;
-  const int32_t pieces_per_thread = thread_bytes >= kMinSplitBytes ? 4 : 1;
-  ctx.for_ranges(num_grains, pieces_per_thread, [&](int64_t begin, int64_t end) {
-    multiply(static_cast<int32_t>(begin * kGemmGrain),
-             static_cast<int32_t>(std::min<int64_t>(end * kGemmGrain, n)));
-  });
+  split_columns(ctx, num_rows, p.weight, multiply);
 }
 
 }  // namespace paceline

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The small ops of a block drafter's heads, under the rules of ops.h. MarkovHead and ConfidenceHead
+// The ops of a block drafter's heads, under the rules of ops.h. MarkovHead and ConfidenceHead
 // (model/decoder_config.h) have the equations and the names.
 
 #include <cstdint>
 
 #include <paceline/dtype.h>
 
-namespace paceline {
+#include "ops/ops.h"
 
-struct CpuContext;
-struct CudaContext;
+namespace paceline {
 
 // A part of a row: `width` elements of row i of x.
 struct RowPart {
@@ -60,6 +59,31 @@ struct AdvanceMarkovParams {
 };
 void advance_markov(CpuContext&, const AdvanceMarkovParams&);
 void advance_markov(CudaContext&, const AdvanceMarkovParams&);
+
+// One draft of a Markov chain: logits += W2 f, and with `draws` the draw from these logits. f is
+// the row of W1 for the token before, or is given. The logits of a row have the same bits whether
+// the op draws or not, and whatever the other rows are, so that a draft depends on its sequence
+// alone.
+struct MarkovDraftParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  // f: [max_rows, weight.k] dtype; or null, then row previous[i] of `table` for row i.
+  const void* factors = nullptr;
+  const int32_t* previous = nullptr;  // [max_rows] outside of [0, vocab_size): f is zero
+  const void* table = nullptr;        // W1, [vocab_size, weight.k] weight.dtype
+  int32_t vocab_size = 0;
+  WeightMatrix weight;            // W2, [n, k], plain and row-major; on a GPU weight.dtype is dtype
+  float* logits;                  // [max_rows, n], updated; with `draws` undefined afterwards
+  DType dtype = DType::kFloat32;  // of the activations
+  bool draws = false;
+  // With `draws`: the draw, from `logits` with the stride n, for the same rows, without
+  // probabilities and logit_rows.
+  DrawParams draw = {};
+};
+void markov_draft(CpuContext&, const MarkovDraftParams&);
+void markov_draft(CudaContext&, const MarkovDraftParams&);
+// Throws if the parameters contradict each other.
+void check_markov_draft(const MarkovDraftParams& p);
 
 // sigmoid(weight [h ; e] + bias), the estimate of a confidence head. Sums are float32, and so are
 // the weights.

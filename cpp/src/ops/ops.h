@@ -351,17 +351,6 @@ struct SoftCapParams {
 void soft_cap(CpuContext&, const SoftCapParams&);
 void soft_cap(CudaContext&, const SoftCapParams&);
 
-// y += x.
-struct AddRowsParams {
-  const int32_t* num_rows;  // [1]
-  int32_t max_rows;
-  const float* x;  // [max_rows, n]
-  float* y;        // [max_rows, n], updated; must not overlap x
-  int32_t n;
-};
-void add_rows(CpuContext&, const AddRowsParams&);
-void add_rows(CudaContext&, const AddRowsParams&);
-
 // Samples one token per row by Gumbel-max: argmax over ids < vocab_limit of logit / temperature +
 // noise(seed, position of the drawn token, id). Temperature 0 is the plain argmax. Ties go to the
 // lowest id. NaN counts as -inf. A row without any logit above -inf draws -2, "no valid logit", and

@@ -22,6 +22,7 @@ set(emulated_kernels
   sample/count.cu
   sample/draw.cu
   sample/logprobs.cu
+  sample/markov_draft.cu
   sample/proposals.cu
   sample/reject.cu
   sample/truncate.cu
