@@ -26,7 +26,7 @@ from drafter_golden import (
     check_run,
     room_in,
 )
-from eagle_reference import TargetStates, simulate
+from eagle_reference import Draft, TargetStates, simulate
 
 pytestmark = pytest.mark.golden
 
@@ -194,6 +194,21 @@ def test_a_wrong_confidence_is_noticed() -> None:
     def read_the_mean(wrong: StagesReference) -> None:
         wrong.confidence_input = lambda row: row.mean(0)  # type: ignore[method-assign]
 
+    def read_the_first_row(wrong: StagesReference) -> None:
+        draft, own = wrong.draft, wrong.confidence_input
+
+        def draft_by_one_row(*arguments: Any) -> list[Draft]:
+            rows: list[torch.Tensor] = []
+
+            def first_input(row: torch.Tensor) -> torch.Tensor:
+                rows.append(row)
+                return own(rows[0])
+
+            wrong.confidence_input = first_input  # type: ignore[method-assign]
+            return draft(*arguments)
+
+        wrong.draft = draft_by_one_row  # type: ignore[method-assign]
+
     def read_no_token(wrong: StagesReference) -> None:
         wrong.weights[f"{name}.weight"] = wrong.weights[f"{name}.weight"].clone()
         wrong.weights[f"{name}.weight"][:, -STAGES.markov_rank :] = 0
@@ -202,7 +217,13 @@ def test_a_wrong_confidence_is_noticed() -> None:
         wrong.weights[f"{name}.bias"] = torch.ones(1).double()
 
     expected = emitted(right)
-    for change in (read_behind_the_norm, read_the_mean, read_no_token, have_a_bias):
+    for change in (
+        read_behind_the_norm,
+        read_the_mean,
+        read_the_first_row,
+        read_no_token,
+        have_a_bias,
+    ):
         wrong = StagesReference(SPECS["scales"], STAGES, right.target)
         wrong.weights = dict(right.weights)
         wrong.room = right.room

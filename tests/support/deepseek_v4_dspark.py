@@ -117,8 +117,8 @@ def stage_values(spec: V4Spec, stages: StagesSpec) -> dict[str, Tensor]:
             values[name] = noise
         elif "confidence" in name:
             # Estimates that are not all 0 or 1, and in which both parts count.
-            values[name] = 0.004 * noise
-            values[name][:, hidden:] *= 500
+            values[name] = 0.01 * noise
+            values[name][:, hidden:] *= 200
         else:
             values[name] = 0.2 * noise
     return values
