@@ -163,7 +163,7 @@ TEST(DraftChooser, LosesLittle) {
           sum += share;
           ++num_cases;
           EXPECT_GE(share, 0.97) << machine.name << ", " << num_seqs << " sequences, acceptance "
-                                  << acceptance << ", seed " << seed;
+                                 << acceptance << ", seed " << seed;
         }
       }
     }
@@ -220,6 +220,17 @@ TEST(DraftChooser, SaysWhatItHasChosenForANumberOfSequences) {
   script.run(300, 2);
   EXPECT_EQ(script.chooser.settled(64), 0);
   EXPECT_EQ(script.chooser.settled(2), 3);
+}
+
+// In passing, a larger batch has a few iterations with each number of sequences.
+TEST(DraftChooser, RemembersAChoiceFromEarlierBatches) {
+  ScriptedDrafts script;
+  script.us = [](int32_t k, int32_t n) { return 100 + 10.0 * n * k; };
+  script.run(300, 16);
+  (void)script.chooser.choose(0, 0);  // the batch ends
+  EXPECT_EQ(script.chooser.settled(16), 0);
+  script.run(4, 16);
+  EXPECT_EQ(script.chooser.settled(16), 0);
 }
 
 // A few iterations with a number of sequences, as while requests come and go, explore nothing.

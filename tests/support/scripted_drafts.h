@@ -26,8 +26,11 @@ struct ScriptedDrafts {
   std::function<double(int32_t)> acceptance = [](int32_t) { return 0.8; };
   double noise = 0;   // relative standard deviation of times
   double spikes = 0;  // share of times that other work makes up to 3 times as long
+  // Relative standard deviation of the machine's speed, which changes every 30 iterations or so.
+  double speeds = 0;
   bool is_timed = true;
 
+  double speed = 1;
   std::mt19937_64 random{1};
   DraftChooser chooser{lengths, buckets};
   std::deque<DraftChooser::Iteration> unread;
@@ -68,7 +71,10 @@ struct ScriptedDrafts {
   // What is measured instead of 1 us.
   double measured() {
     std::normal_distribution<double> normal(1, noise);
-    const double factor = noise > 0 ? std::max(0.3, normal(random)) : 1;
+    if (speeds > 0 && unit() < 1.0 / 30) {
+      speed = std::lognormal_distribution<double>(0, speeds)(random);
+    }
+    const double factor = speed * (noise > 0 ? std::max(0.3, normal(random)) : 1);
     return spikes > 0 && unit() < spikes ? factor * (1 + 2 * unit()) : factor;
   }
   void run_one(int32_t num_seqs) {

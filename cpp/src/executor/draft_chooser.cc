@@ -15,31 +15,45 @@ constexpr double kMargin = 1.01;
 constexpr double kLostShare = 0.004;
 constexpr double kMostCredit = 30;
 constexpr double kFirstCredit = 1;
-// What an exploration costs at least, so that values of k' that are alike are not explored often.
+// What an exploration costs at least, so that values of k' that are alike are not explored often;
+// and what it costs if the k' may be the best one, since few windows have shown its acceptance.
 constexpr double kLeastLoss = 1;
+constexpr double kLeastHopefulLoss = 0.3;
 // Iterations of an exploration. The first verifies what the one before has drafted, so its time is
 // not used. The host chooses before it has read the newest results.
 constexpr int32_t kExploredIterations = 3;
 // The same, if an iteration takes as many times as long as one of the choice: then one time is
 // enough to see that it does not pay. If the time is a shorter one after all, it is measured once
-// more.
+// more, in full.
 constexpr double kDear = 2;
 constexpr int32_t kDearIterations = 2;
+// A k' that is measured for the first time is measured once more, if it takes as many times as long
+// as expected.
+constexpr double kSurprise = 1.5;
 // Times of which the median is a cost otherwise.
-constexpr int64_t kFewestTimes = 2;
+constexpr int32_t kFewestTimes = 2;
 // A k' that promises more by old times is tried until it has as many new ones, and at most for as
 // many iterations.
 constexpr int64_t kTrialTimes = 4;
 constexpr int32_t kTrialIterations = 10;
 // After a change of the choice, the former one is measured anew, since other work on the machine
-// may have ended just then.
+// may have ended just then: after as many iterations, and again after twice, four and eight times
+// as many while it promises this share of the choice.
 constexpr int64_t kReviewedAfter = 12;
+constexpr int32_t kMostReviews = 4;
+constexpr double kRivalShare = 0.9;
 // Visits of a bucket between tries of the same k': doubled each time.
 constexpr int64_t kFirstPatience = 16;
 constexpr int64_t kMostPatience = 1024;
 // Times that are not older, in iterations with as many sequences, can be compared with those of
 // now.
 constexpr int64_t kRecent = 64;
+// Older times that count beside new ones. The median of a few new times is often wrong where other
+// work on the machine comes and goes.
+constexpr int32_t kKeptTimes = 7;
+// They are dropped if two new ones are shorter than this share of the shortest. Other work explains
+// times that are longer, but not such.
+constexpr double kMuchShorter = 0.5;
 // Times of the choice before others are explored.
 constexpr int64_t kSettled = 5;
 // Where nothing is known of as many sequences, iterations are plain until two of them have been
@@ -50,13 +64,6 @@ constexpr int64_t kPlainFirst = 16;
 constexpr double kHopeful = 0.85;
 // Numbers of sequences whose costs are alike: their quotient is at most this.
 constexpr double kNearby = 2;
-// What a draft adds to the time of a plain iteration, if none is known: before any time is, and to
-// see whether another k' is worth a trial.
-constexpr double kDraftShare = 0.1;
-constexpr double kFirstDraftSharePerSequence = 0.03;
-constexpr double kDraftSharePerSequence = 0.002;
-// An extrapolated time is at least this share of a known one.
-constexpr double kLeastShare = 0.2;
 // Acceptance is a mean over about as many windows, or iterations where there are fewer windows.
 constexpr double kRememberedWindows = 1024;
 constexpr double kRememberedIterations = 1000;
@@ -71,6 +78,16 @@ int32_t num_explored_iterations(double time) {
   return time < kDear ? kExploredIterations : kDearIterations;
 }
 
+// Of the first `count` values. Of two it is the smaller one: other work on the machine makes times
+// longer, never shorter.
+template <size_t kSize>
+double lower_median(std::array<float, kSize> values, int64_t count) {
+  const auto end = values.begin() + std::min<int64_t>(count, kSize);
+  const auto middle = values.begin() + (end - values.begin() - 1) / 2;
+  std::nth_element(values.begin(), middle, end);
+  return *middle;
+}
+
 }  // namespace
 
 void DraftChooser::Iteration::add_window(int32_t num_drafts, int32_t num_accepted) {
@@ -80,17 +97,25 @@ void DraftChooser::Iteration::add_window(int32_t num_drafts, int32_t num_accepte
   }
 }
 
-bool DraftChooser::Cell::add(double us, double long_us) {
-  times[static_cast<size_t>(count % kNumTimes)] = static_cast<float>(us);
-  ++count;
-  if (count < kFewestTimes && us < long_us) return false;
-  std::array<float, kNumTimes> sorted = times;
-  const auto end = sorted.begin() + std::min<int64_t>(count, kNumTimes);
-  // The smaller one of two: other work on the machine makes times longer, never shorter.
-  const auto middle = sorted.begin() + (end - sorted.begin() - 1) / 2;
-  std::nth_element(sorted.begin(), middle, end);
-  median = *middle;
+bool DraftChooser::Cell::add(double time, double long_time) {
+  drop_old(kNumTimes - 1);
+  times[static_cast<size_t>(num_times++)] = static_cast<float>(time);
+  ++num_new;
+  const auto newest = times.begin() + std::max(0, num_times - kFewestTimes);
+  const auto end = times.begin() + num_times;
+  if (newest > times.begin() &&
+      *std::max_element(newest, end) < kMuchShorter * *std::min_element(times.begin(), newest)) {
+    drop_old(kFewestTimes);
+  }
+  if (num_times < kFewestTimes && time < long_time) return false;
+  median = lower_median(times, num_times);
   return true;
+}
+
+void DraftChooser::Cell::drop_old(int32_t count) {
+  if (num_times <= count) return;
+  std::copy(times.begin() + (num_times - count), times.begin() + num_times, times.begin());
+  num_times = count;
 }
 
 void DraftChooser::Cell::wait(int64_t num_visits) {
@@ -121,128 +146,16 @@ double DraftChooser::acceptance(int32_t position) const {
   return (accepted_[i] + 0.5) / (reached_[i] + 1);
 }
 
-double DraftChooser::tokens(size_t length) const {
+double DraftChooser::tokens(size_t length, double num_errors) const {
   double sum = 1;
   double product = 1;
   for (int32_t i = 0; i < lengths_[length]; ++i) {
-    product *= acceptance(i);
+    const double p = acceptance(i);
+    const double error = std::sqrt(p * (1 - p) / (reached_[static_cast<size_t>(i)] + 1));
+    product *= std::min(1.0, p + num_errors * error);
     sum += product;
   }
   return sum;
-}
-
-auto DraftChooser::measured(size_t bucket) const -> Costs {
-  Costs costs{};
-  const Bucket& state = states_[bucket];
-  for (size_t i = 0; i < lengths_.size(); ++i) {
-    costs[i] = state.cells[i].median * state.level / state.cells[i].level;
-  }
-  return costs;
-}
-
-auto DraftChooser::costs_of(size_t bucket) const -> Costs {
-  Costs costs = measured(bucket);
-  Costs linear = costs;
-  const auto num_known =
-      std::count_if(costs.begin(), costs.end(), [](double us) { return us > 0; });
-  if (num_known > 1) extrapolate(bucket, linear);
-  for (size_t i = 1; i < lengths_.size(); ++i) {
-    if (costs[i] == 0) add_cost_of_other(bucket, i, costs);
-    costs[i] = std::max(costs[i], linear[i]);
-  }
-  extrapolate(bucket, costs);
-  return costs;
-}
-
-size_t DraftChooser::nearest(size_t bucket, size_t length) const {
-  // Outwards from the bucket, alternately below and above, by the quotient to it.
-  size_t below = bucket;
-  size_t above = bucket + 1;
-  while (below > 0 || above < states_.size()) {
-    const bool takes_below =
-        above == states_.size() || (below > 0 && int64_t{buckets_[above]} * buckets_[below - 1] >=
-                                                     int64_t{buckets_[bucket]} * buckets_[bucket]);
-    const size_t other = takes_below ? --below : above++;
-    if (states_[other].cells[length].median > 0) return other;
-  }
-  return kUnset;
-}
-
-// What a row of the target adds to a plain iteration with at least as many sequences as `other`,
-// whose times are given.
-double DraftChooser::row_cost(size_t other, const Costs& known) const {
-  const double plain = states_[other].cells[0].median > 0 ? known[0] : 0;
-  for (size_t b = 0; b < states_.size() && plain > 0; ++b) {
-    const double another = measured(b)[0];
-    if (b == other || another == 0) continue;
-    return std::max(0.0, (plain - another) / (buckets_[other] - buckets_[b]));
-  }
-  // At most this, if draft steps cost nothing.
-  const size_t last = lengths_.size() - 1;
-  return std::max(0.0, known[last] - known[0]) / (lengths_[last] * buckets_[other]);
-}
-
-double DraftChooser::plain_cost(size_t bucket, size_t other, const Costs& known,
-                                const Costs& own) const {
-  for (size_t i = 1; i < lengths_.size(); ++i) {
-    if (own[i] == 0) continue;
-    const int32_t k = lengths_[i];
-    return std::clamp((own[i] - known[i] + (k + 1) * known[0]) / (k + 1), kLeastShare * own[i],
-                      own[i]);
-  }
-  const int32_t more = std::max(0, buckets_[bucket] - buckets_[other]);
-  return known[0] + more * row_cost(other, known);
-}
-
-// An iteration with k' drafts takes longer than a plain one by k' draft steps, and by the rows of
-// k' tokens of each sequence. What other sequences add to a plain iteration is the time of their
-// rows.
-void DraftChooser::add_cost_of_other(size_t bucket, size_t length, Costs& costs) const {
-  const size_t other = nearest(bucket, length);
-  if (other == kUnset) return;
-  Costs known = measured(other);
-  extrapolate(other, known);
-  if (costs[0] == 0) costs[0] = plain_cost(bucket, other, known, costs);
-  const double added = known[length] - known[0];
-  // With fewer sequences in proportion, as if draft steps cost nothing: trying that costs little.
-  const double ratio = static_cast<double>(buckets_[bucket]) / buckets_[other];
-  const double of_rows = std::max(0.0, lengths_[length] * (costs[0] - known[0]));
-  costs[length] = costs[0] + std::min(ratio, 1.0) * added + of_rows;
-}
-
-// Those that no bucket knows: linear in k'.
-void DraftChooser::extrapolate(size_t bucket, Costs& costs) const {
-  const Costs known = costs;
-  const auto below = [&](size_t end) {
-    while (end-- > 0) {
-      if (known[end] > 0) return end;
-    }
-    return kUnset;
-  };
-  const auto from = [&](size_t begin) {
-    while (begin < lengths_.size() && known[begin] == 0) ++begin;
-    return begin < lengths_.size() ? begin : kUnset;
-  };
-  for (size_t i = 0; i < lengths_.size(); ++i) {
-    if (known[i] > 0) continue;
-    // The two nearest, on both sides if there are such.
-    size_t low = below(i);
-    size_t high = from(i);
-    if (low == kUnset && high == kUnset) return;
-    if (low == kUnset) low = std::exchange(high, from(high + 1));
-    if (high == kUnset) {
-      if (const size_t lower = below(low); lower != kUnset) high = std::exchange(low, lower);
-    }
-    double per_draft = 0;
-    if (high != kUnset) {
-      per_draft = (known[high] - known[low]) / (lengths_[high] - lengths_[low]);
-    } else {
-      const double share = kDraftShare + kDraftSharePerSequence * buckets_[bucket];
-      per_draft = known[low] * share / (1 + share * lengths_[low]);
-    }
-    costs[i] =
-        std::max(known[low] + per_draft * (lengths_[i] - lengths_[low]), kLeastShare * known[low]);
-  }
 }
 
 bool DraftChooser::is_known_nearby(size_t bucket, size_t length) const {
@@ -270,7 +183,7 @@ size_t DraftChooser::settle(size_t bucket, const Costs& costs) {
   }
   if (best == state.choice) return kUnset;
   Cell& cell = state.cells[best];
-  const bool is_measured = cell.batch == batch_ && cell.count >= kTrialTimes &&
+  const bool is_measured = cell.batch == batch_ && cell.num_new >= kTrialTimes &&
                            state.num_visits - cell.newest <= kRecent;
   const bool is_tried = is_trial_ && num_left_ > 0 && measured_ == best;
   if (state.cells[state.choice].median == 0) {
@@ -279,6 +192,7 @@ size_t DraftChooser::settle(size_t bucket, const Costs& costs) {
     // A trial may end without times, since some sequence always has prompt rows or catches up.
     state.former = std::exchange(state.choice, best);
     state.review = state.num_visits + kReviewedAfter;
+    state.num_reviews = 0;
     cell.retry = cell.patience = 0;
   } else if (is_tried) {
     --num_left_;
@@ -296,8 +210,10 @@ double DraftChooser::loss(const Bucket& state, const Costs& costs, size_t length
   const double time = costs[length] / costs[state.choice];
   // Drafts are lost when k' falls, and when it grows they are paid an iteration before.
   const double change = std::abs(gained - 1) + (length > state.choice ? time - 1 : 0);
-  return std::clamp(num_explored_iterations(time) * (time - gained) + change, kLeastLoss,
-                    kMostCredit);
+  const bool may_be_best =
+      tokens(length, /*num_errors=*/1) * costs[state.choice] > tokens(state.choice) * costs[length];
+  return std::clamp(num_explored_iterations(time) * (time - gained) + change,
+                    may_be_best ? kLeastHopefulLoss : kLeastLoss, kMostCredit);
 }
 
 bool DraftChooser::may_explore(size_t bucket, size_t length) const {
@@ -341,15 +257,25 @@ size_t DraftChooser::next_affordable(size_t bucket, const Costs& costs) {
   return next;
 }
 
+size_t DraftChooser::next_to_review(size_t bucket, const Costs& costs) {
+  Bucket& state = states_[bucket];
+  if (state.review == 0 || state.num_visits < state.review) return kUnset;
+  const double share =
+      tokens(state.former) * costs[state.choice] / (tokens(state.choice) * costs[state.former]);
+  const bool is_reviewed = state.num_reviews == 0 || share >= kRivalShare;
+  ++state.num_reviews;
+  const bool goes_on = is_reviewed && state.num_reviews < kMostReviews;
+  state.review = goes_on ? state.num_visits + (kReviewedAfter << state.num_reviews) : 0;
+  return is_reviewed ? state.former : kUnset;
+}
+
 size_t DraftChooser::next_to_explore(size_t bucket, const Costs& costs, bool reaches_all,
                                      bool reaches_some) {
   Bucket& state = states_[bucket];
   const Cell& chosen = state.cells[state.choice];
-  if (state.review > 0 && state.num_visits >= state.review) {
-    state.review = 0;
-    if (reaches_all) return state.former;
-  }
-  if (chosen.batch != batch_ || chosen.count < kSettled) return kUnset;
+  const size_t former = next_to_review(bucket, costs);
+  if (former != kUnset && reaches_all) return former;
+  if (chosen.batch != batch_ || chosen.num_new < kSettled) return kUnset;
   if (reaches_all) {
     const size_t again = std::exchange(state.again, kUnset);
     if (again != kUnset && again != state.choice) return again;
@@ -373,10 +299,7 @@ auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
     return {.num_drafts = lengths_[measured_], .explores = true};
   }
   Costs costs = costs_of(bucket);
-  if (costs[0] == 0) {
-    const double share = kDraftShare + kFirstDraftSharePerSequence * buckets_[bucket];
-    for (size_t i = 0; i < lengths_.size(); ++i) costs[i] = 1 + share * lengths_[i];
-  }
+  if (costs[0] == 0) costs = first_costs(bucket);
   measured_bucket_ = bucket;
   const size_t tried = settle(bucket, costs);
   current_ = state.choice;
@@ -385,22 +308,26 @@ auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
   if (is_trial_) {
     measured_ = tried;
     state.cells[tried].is_once = false;
+    state.cells[tried].expected_us = costs[tried];
     return {.num_drafts = lengths_[tried]};
   }
   num_left_ = 0;
   // Plain decoding can always be explored.
   const bool is_plain = current_ == 0;
+  const size_t again = state.again;
   measured_ = next_to_explore(bucket, costs, /*reaches_all=*/!is_plain || num_ready >= num_seqs,
                               /*reaches_some=*/!is_plain || num_ready > 0);
   if (measured_ == kUnset) return {.num_drafts = lengths_[current_]};
-  num_left_ = num_explored_iterations(costs[measured_] / costs[current_]) - 1;
+  const double time = costs[measured_] / costs[current_];
+  num_left_ = (measured_ == again ? kExploredIterations : num_explored_iterations(time)) - 1;
   state.cells[measured_].is_once = num_left_ < kFewestTimes;
+  state.cells[measured_].expected_us = costs[measured_];
   return {.num_drafts = lengths_[measured_], .explores = true};
 }
 
 int32_t DraftChooser::settled(int32_t num_seqs) const {
   const Bucket& state = states_[bucket_of(std::max(num_seqs, 1))];
-  const bool is_known = state.choice != kUnset && state.cells[state.choice].count >= kSettled;
+  const bool is_known = state.choice != kUnset && state.cells[state.choice].num_times >= kSettled;
   return is_known ? lengths_[state.choice] : lengths_.back();
 }
 
@@ -418,20 +345,27 @@ void DraftChooser::observe(const Iteration& iteration) {
   Bucket& state = states_[bucket_of(iteration.num_seqs)];
   Cell& cell = state.cells[length];
   const bool is_choice = length == state.choice;
-  // Contexts of another batch have other lengths.
   const bool is_old = !is_choice && state.num_visits - cell.newest > kRecent;
-  if (cell.batch != batch_ || is_old) cell.count = 0;
+  if (cell.batch != batch_ || is_old) {
+    cell.num_new = 0;
+    if (!is_choice) cell.drop_old(kKeptTimes);
+  }
   cell.batch = batch_;
   cell.newest = state.num_visits;
-  const double before = cell.median;
-  const double chosen_us =
-      is_choice || state.choice == kUnset ? 0 : state.cells[state.choice].median;
-  if (!cell.add(iteration.us, chosen_us > 0 ? kDear * chosen_us : HUGE_VAL)) {
-    if (cell.is_once) state.again = length;
+  if (is_choice && cell.num_times >= kSettled) {
+    ++cell.num_new;
+    auto& newest = state.levels[static_cast<size_t>(state.num_levels++ % kNumLevels)];
+    newest = static_cast<float>(iteration.us / cell.median);
+    state.level = lower_median(state.levels, state.num_levels);
     return;
   }
-  if (is_choice && before > 0) state.level = cell.level * cell.median / before;
-  cell.level = state.level;
+  const double chosen = is_choice || state.choice == kUnset ? 0 : state.cells[state.choice].median;
+  const double long_time = chosen > 0 ? kDear * chosen : HUGE_VAL;
+  const bool is_first = cell.median == 0;
+  const bool is_known = cell.add(iteration.us / state.level, long_time);
+  const bool is_surprise = is_first && is_known && cell.expected_us > 0 &&
+                           cell.median * state.level > kSurprise * cell.expected_us;
+  if (is_surprise || (cell.is_once && !is_known)) state.again = length;
 }
 
 std::vector<DraftChooser::Estimate> DraftChooser::estimates(int32_t num_seqs) const {
@@ -452,8 +386,8 @@ std::vector<DraftChooser::Cost> DraftChooser::costs() const {
       if (cell.median == 0) continue;
       all.push_back({.num_seqs = buckets_[b],
                      .num_drafts = lengths_[i],
-                     .num_samples = static_cast<int32_t>(std::min<int64_t>(cell.count, kNumTimes)),
-                     .us = cell.median});
+                     .num_samples = cell.num_times,
+                     .us = cell.median * states_[b].level});
     }
   }
   return all;

@@ -75,26 +75,30 @@ class DraftChooser {
 
  private:
   static constexpr int32_t kNumTimes = 15;
+  static constexpr int32_t kNumLevels = 5;
   static constexpr size_t kUnset = SIZE_MAX;
   // By index in lengths_.
   using Costs = std::array<double, kMaxDraftTokens + 1>;
 
-  // The newest times of one k' with one number of sequences. Their median is the cost.
+  // The newest times of one k' with one number of sequences, each divided by the level of the
+  // bucket then. Their median is the cost at level 1.
   struct Cell {
-    std::array<float, kNumTimes> times{};
-    int64_t count = 0;  // since older times were dropped
-    double median = 0;  // 0: not known
-    double level = 1;   // of the bucket, for these times
-    int64_t batch = 0;  // of the newest time
-    int64_t newest = 0;
+    std::array<float, kNumTimes> times{};  // the oldest first
+    int32_t num_times = 0;
+    double median = 0;    // 0: not known
+    int32_t num_new = 0;  // times of this batch that followed each other soon
+    int64_t batch = 0;    // of the newest time
+    int64_t newest = 0;   // visit of the bucket
     // Visits of the bucket: not explored or tried before this one, and how long it then waits.
     int64_t retry = 0;
     int64_t patience = 0;
-    bool is_once = false;  // the newest exploration measures it only once
+    double expected_us = 0;  // when it was last explored or tried
+    bool is_once = false;    // the newest exploration measures it only once
 
-    // Returns whether the median is of new times. A single one counts if it is as long as
-    // `long_us`.
-    bool add(double us, double long_us);
+    // Returns whether there is a median. A single time is one if it is at least `long_time`.
+    bool add(double time, double long_time);
+    // Keeps the newest `count` times at most.
+    void drop_old(int32_t count);
     void wait(int64_t num_visits);
   };
   struct Bucket {
@@ -102,18 +106,25 @@ class DraftChooser {
     size_t choice = kUnset;   // index in lengths_
     int64_t num_visits = 0;
     // How slow all iterations are, in comparison: other work on the machine comes and goes, and
-    // contexts grow. It follows the times of the choice.
+    // contexts grow. The median of the newest times of choices, each divided by its cost.
     double level = 1;
-    double credit = 0;      // iterations that explorations may lose
-    size_t former = 0;      // the choice before, which is measured again
-    int64_t review = 0;     // visit of that; 0: it has been
-    size_t again = kUnset;  // explored at once, since its only time was a surprise
+    std::array<float, kNumLevels> levels{};
+    int64_t num_levels = 0;
+    double credit = 0;   // iterations that explorations may lose
+    size_t former = 0;   // the choice before, which is measured again
+    int64_t review = 0;  // visit of that; 0: it has been measured often enough
+    int32_t num_reviews = 0;
+    size_t again = kUnset;  // explored at once, since its first times were a surprise
   };
 
   [[nodiscard]] size_t bucket_of(int32_t num_seqs) const;
-  [[nodiscard]] double tokens(size_t length) const;
+  // The tokens that a sequence is expected to get, if the probability of each acceptance is larger
+  // than its estimate by this many standard errors.
+  [[nodiscard]] double tokens(size_t length, double num_errors = 0) const;
   // The times of iterations; those that are not known are estimated. All 0 if nothing is known.
   [[nodiscard]] Costs costs_of(size_t bucket) const;
+  // Before anything is known: in plain iterations.
+  [[nodiscard]] Costs first_costs(size_t bucket) const;
   // The measured times; others 0.
   [[nodiscard]] Costs measured(size_t bucket) const;
   // The bucket of the most similar number of sequences for which a k' is measured, or kUnset.
@@ -127,6 +138,8 @@ class DraftChooser {
   [[nodiscard]] bool is_known_nearby(size_t bucket, size_t length) const;
   // Sets the choice of a bucket. Returns a k' to try before it is chosen, or kUnset.
   [[nodiscard]] size_t settle(size_t bucket, const Costs& costs);
+  // The former choice, if it is to be measured again now, or kUnset.
+  [[nodiscard]] size_t next_to_review(size_t bucket, const Costs& costs);
   // The k' to explore next, or kUnset.
   [[nodiscard]] size_t next_to_explore(size_t bucket, const Costs& costs, bool reaches_all,
                                        bool reaches_some);
