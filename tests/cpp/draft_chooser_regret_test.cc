@@ -212,7 +212,7 @@ TEST(DraftChooserRegret, LosesLittleOnASharedMachine) {
       table.run(4000, num_seqs);
       steady.add(table.run(8000, num_seqs), seed);
     }
-    steady.check(0.9, 0.992, std::to_string(num_seqs) + " sequences");
+    steady.check(0.85, 0.992, std::to_string(num_seqs) + " sequences");
     EXPECT_GE(steady.low(), 0.97) << num_seqs << " sequences";
   }
 }

@@ -16,9 +16,11 @@ constexpr double kLostShare = 0.004;
 constexpr double kMostCredit = 30;
 constexpr double kFirstCredit = 1;
 // What an exploration costs at least, so that values of k' that are alike are not explored often;
-// and what it costs if the k' may be the best one, since few windows have shown its acceptance.
+// and what it costs if the k' may be the best one, since few windows have shown its acceptance:
+// with estimates that are too low by as many standard errors.
 constexpr double kLeastLoss = 1;
-constexpr double kLeastHopefulLoss = 0.3;
+constexpr double kLeastHopefulLoss = 0.2;
+constexpr double kMostErrors = 1.5;
 // Iterations of an exploration. The first verifies what the one before has drafted, so its time is
 // not used. The host chooses before it has read the newest results.
 constexpr int32_t kExploredIterations = 3;
@@ -53,7 +55,7 @@ constexpr int64_t kRecent = 64;
 constexpr int32_t kKeptTimes = 7;
 // They are dropped if two new ones are shorter than this share of the shortest. Other work explains
 // times that are longer, but not such.
-constexpr double kMuchShorter = 0.5;
+constexpr double kMuchShorter = 0.6;
 // Times of the choice before others are explored.
 constexpr int64_t kSettled = 5;
 // Where nothing is known of as many sequences, iterations are plain until two of them have been
@@ -210,8 +212,8 @@ double DraftChooser::loss(const Bucket& state, const Costs& costs, size_t length
   const double time = costs[length] / costs[state.choice];
   // Drafts are lost when k' falls, and when it grows they are paid an iteration before.
   const double change = std::abs(gained - 1) + (length > state.choice ? time - 1 : 0);
-  const bool may_be_best =
-      tokens(length, /*num_errors=*/1) * costs[state.choice] > tokens(state.choice) * costs[length];
+  const bool may_be_best = tokens(length, /*num_errors=*/kMostErrors) * costs[state.choice] >
+                           tokens(state.choice) * costs[length];
   return std::clamp(num_explored_iterations(time) * (time - gained) + change,
                     may_be_best ? kLeastHopefulLoss : kLeastLoss, kMostCredit);
 }
