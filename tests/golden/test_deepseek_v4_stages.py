@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,23 @@ def test_drafts_after_a_preemption() -> None:
     )  # fmt: skip
 
 
-def test_a_wrong_reference_is_noticed() -> None:
-    """References that are wrong in one point emit something else."""
-    _, right = trained("plain")
+def check_wrong_references(
+    name: str,
+    emitted: Callable[[StagesReference], list[list[int]]],
+    changes: Sequence[Callable[[StagesReference], None]],
+) -> None:
+    """References of a trained model that are wrong in one point emit something else."""
+    _, right = trained(name)
+    expected = emitted(right)
+    for change in changes:
+        wrong = StagesReference(SPECS[name], STAGES, right.target)
+        wrong.weights = dict(right.weights)
+        wrong.room = right.room
+        change(wrong)
+        assert emitted(wrong) != expected, change.__name__
 
+
+def test_a_wrong_reference_is_noticed() -> None:
     def emitted(reference: StagesReference) -> list[list[int]]:
         return [simulate(reference, p, c, STAGES.block_size).emitted for p, c in sequences("plain")]
 
@@ -159,24 +173,18 @@ def test_a_wrong_reference_is_noticed() -> None:
 
         wrong.context = shorter  # type: ignore[method-assign]
 
-    expected = emitted(right)
-    for change in (
+    changes = (
         move_the_window,
         read_one_stream,
         swap_stages,
         take_another_token,
         read_earlier_layers,
         drop_the_last_token,
-    ):
-        wrong = StagesReference(SPECS["plain"], STAGES, right.target)
-        wrong.weights = dict(right.weights)
-        wrong.room = right.room
-        change(wrong)
-        assert emitted(wrong) != expected, change.__name__
+    )
+    check_wrong_references("plain", emitted, changes)
 
 
 def test_a_wrong_confidence_is_noticed() -> None:
-    _, right = trained("scales")
     name = "mtp.2.confidence_head.proj"
 
     def emitted(reference: StagesReference) -> list[list[int]]:
@@ -216,16 +224,11 @@ def test_a_wrong_confidence_is_noticed() -> None:
     def have_a_bias(wrong: StagesReference) -> None:
         wrong.weights[f"{name}.bias"] = torch.ones(1).double()
 
-    expected = emitted(right)
-    for change in (
+    changes = (
         read_behind_the_norm,
         read_the_mean,
         read_the_first_row,
         read_no_token,
         have_a_bias,
-    ):
-        wrong = StagesReference(SPECS["scales"], STAGES, right.target)
-        wrong.weights = dict(right.weights)
-        wrong.room = right.room
-        change(wrong)
-        assert emitted(wrong) != expected, change.__name__
+    )
+    check_wrong_references("scales", emitted, changes)
