@@ -317,11 +317,15 @@ auto DraftChooser::choose(int32_t num_seqs, int32_t num_ready) -> Choice {
   // Plain decoding can always be explored.
   const bool is_plain = current_ == 0;
   const size_t again = state.again;
+  const int64_t review = state.review;
   measured_ = next_to_explore(bucket, costs, /*reaches_all=*/!is_plain || num_ready >= num_seqs,
                               /*reaches_some=*/!is_plain || num_ready > 0);
   if (measured_ == kUnset) return {.num_drafts = lengths_[current_]};
   const double time = costs[measured_] / costs[current_];
-  num_left_ = (measured_ == again ? kExploredIterations : num_explored_iterations(time)) - 1;
+  // Times that were a surprise, and those of a former choice, may be far from the truth.
+  const bool is_review = measured_ == state.former && state.review != review;
+  num_left_ =
+      (is_review || measured_ == again ? kExploredIterations : num_explored_iterations(time)) - 1;
   state.cells[measured_].is_once = num_left_ < kFewestTimes;
   state.cells[measured_].expected_us = costs[measured_];
   return {.num_drafts = lengths_[measured_], .explores = true};
