@@ -37,10 +37,7 @@ class TextParts(list[Any]):
     """Content in parts. A template that takes it for a string fails instead of writing Python."""
 
     def __repr__(self) -> str:
-        raise PartsAsText(
-            "it writes content as a string, but a message has a list of parts; allowed: content "
-            "as strings"
-        )
+        raise PartsAsText
 
     __str__ = __repr__
 

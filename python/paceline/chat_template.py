@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline._core import ModelFileError
+from paceline.chat_content import form_of, with_form
 from paceline.chat_messages import (
     Conversation,
     PartsAsText,
@@ -126,7 +127,7 @@ class ChatTemplates:
             )
         variables = _check_kwargs(chat_template_kwargs)
         source, text = self._choose(chat_template, has_tools=tools is not None)
-        template = _Template(source, text)
+        template = _Template(source, text, self.special_tokens)
         variables = {
             "documents": None,
             **self.special_tokens,
@@ -330,11 +331,12 @@ def _compile(text: str) -> Template:
 class _Template:
     """A template with its name."""
 
-    def __init__(self, source: str, text: str) -> None:
+    def __init__(self, source: str, text: str, special_tokens: Mapping[str, str]) -> None:
         from jinja2 import TemplateSyntaxError
 
         self._source = source
         self._text = text
+        self._special_tokens = tuple(sorted(special_tokens.items()))
         try:
             self._template = _compile(text)
         except TemplateSyntaxError as error:
@@ -347,14 +349,39 @@ class _Template:
     def render(
         self, conversation: list[Any], variables: Mapping[str, Any], *, is_continued: bool
     ) -> str:
-        """Renders one conversation.
+        """Renders one conversation, whose text gets the form that the template reads.
 
         Raises:
             ValueError: The template refuses the messages, fails, or exceeds a limit.
         """
-        final = self._mark_end(conversation) if is_continued else None
+        roles = {message["role"] for message in conversation}
+        forms = {role: form_of(self._template, role, self._special_tokens) for role in roles}
+        given = [with_form(message, forms[message["role"]]) for message in conversation]
+        try:
+            return self._render_form(given, variables, is_continued=is_continued)
+        except PartsAsText:
+            # It reads parts in some places only. Where it reads no strings they would be lost.
+            given = [
+                message if forms[message["role"]] == "parts" else with_form(message, "string")
+                for message in given
+            ]
+        try:
+            return self._render_form(given, variables, is_continued=is_continued)
+        except PartsAsText:
+            raise ValueError(
+                f"{self._source} writes content as a string in one place and reads only parts in "
+                "another; allowed: templates that read one form everywhere"
+            ) from None
+
+    def _render_form(
+        self, conversation: list[Any], variables: Mapping[str, Any], *, is_continued: bool
+    ) -> str:
+        final = ""
+        if is_continued:
+            last, final = self._mark_end(conversation[-1])
+            conversation = [*conversation[:-1], last]
         text = self._render({**variables, "messages": conversation})
-        if final is None:
+        if not is_continued:
             return text
         mark = _MARK.strip()
         if final.strip() not in text or mark not in text:
@@ -366,24 +393,23 @@ class _Template:
         head = text[:end]
         return head if text[end : end + len(_MARK)] == _MARK else head.rstrip()
 
-    def _mark_end(self, conversation: list[Any]) -> str:
-        """Marks the end of the last message and returns its text."""
-        last = conversation[-1]
-        content = last.get("content")
+    def _mark_end(self, message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Marks the end of a message; returns it and its last text."""
+        content = message.get("content")
         if "content" not in self._text:
             raise ValueError(
                 f"continue_final_message is True, but {self._source} does not read 'content'"
             )
         if isinstance(content, str):
-            last["content"] = content + _MARK
-            return content
-        for part in reversed(content if isinstance(content, list | tuple) else []):
+            return message | {"content": content + _MARK}, content
+        parts = content if isinstance(content, list | tuple) else []
+        for index, part in reversed(list(enumerate(parts))):
             if isinstance(part, dict) and "text" in part:
                 text = str(part["text"])
-                part["text"] = text + _MARK
-                return text
+                marked = [*parts[:index], part | {"text": text + _MARK}, *parts[index + 1 :]]
+                return message | {"content": type(parts)(marked)}, text
         raise ValueError(
-            f"continue_final_message is True, but the last message is {shorten(last)}; allowed: "
+            f"continue_final_message is True, but the last message is {shorten(message)}; allowed: "
             "one with text"
         )
 
@@ -395,8 +421,8 @@ class _Template:
             return render(self._template, variables)
         except RefusedMessages as error:
             raise ValueError(f"{self._source} refuses the messages: {_line(error)}") from None
-        except PartsAsText as error:
-            raise ValueError(f"{self._source} does not read parts: {error}") from None
+        except PartsAsText:
+            raise  # `render` gives strings in their place
         except LimitError as error:
             raise ValueError(f"{self._source} exceeds a limit: {_line(error)}") from None
         except RecursionError:

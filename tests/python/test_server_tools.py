@@ -215,6 +215,26 @@ def test_tools_and_calls_reach_the_template(server: RunningServer, llm: LLM, say
     assert asked[0]["messages"] == expected
 
 
+def test_text_in_parts_reaches_a_template_that_reads_strings(
+    server: RunningServer, llm: LLM
+) -> None:
+    parts = [{"type": "text", "text": "How is "}, {"type": "text", "text": "the weather?"}]
+    in_parts = {"messages": [{"role": "user", "content": parts}]}
+    whole = server.result("/tokenize", {"messages": QUESTION})["tokens"]
+    assert server.result("/tokenize", in_parts)["tokens"] == whole
+    wishes = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    assert server.result(CHATS, in_parts | wishes)["prompt_token_ids"] == whole
+    (output,) = llm.chat(in_parts["messages"], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.prompt_token_ids == whole
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    status, answer = server.ask(CHATS, {"messages": [{"role": "user", "content": [image]}]})
+    assert status == 400
+    message = answer["error"]["message"]
+    with pytest.raises(NotImplementedError, match="'image_url', which is not supported") as caught:
+        llm.chat([{"role": "user", "content": [image]}], use_tqdm=False)
+    assert str(caught.value) in message and "/" not in message
+
+
 def test_tools_are_refused_where_calls_cannot_be_read(plain_llm: LLM) -> None:
     with RunningServer(plain_llm) as server:
         status, answer = server.ask(CHATS, {"messages": QUESTION, "tools": TOOLS})
