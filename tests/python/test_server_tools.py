@@ -147,6 +147,28 @@ def test_calls_come_back(server: RunningServer, says: Any, length: int) -> None:
     assert reason == "tool_calls" and without_ids(streamed) == without_ids(message)
 
 
+@pytest.mark.parametrize("length", [1, 3, 1000])
+@pytest.mark.parametrize("text", ["", "I look.\n"])
+def test_a_stream_of_calls_has_no_empty_deltas(
+    server: RunningServer, says: Any, text: str, length: int
+) -> None:
+    says(f"{text}{CALL}\n{CALL}", length=length)
+    body: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS}
+    choices = [event["choices"][0] for event in server.events(CHATS, body)]
+    first, *between, last = [choice["delta"] for choice in choices]
+    assert first["role"] == "assistant" and ("content" in first or "tool_calls" in first)
+    assert all(delta and "role" not in delta for delta in between)
+    assert all(delta.get("content") != "" for delta in between)
+    assert last == {}
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(between) + 1) + [
+        "tool_calls"
+    ]
+    # With more than text, each chunk says something.
+    more = server.events(CHATS, body | {"return_token_ids": True})
+    num_ids = sum(len(event["choices"][0]["token_ids"]) for event in more)
+    assert num_ids == -(-len(f"{text}{CALL}\n{CALL}") // length)
+
+
 def test_an_answer_without_a_call_is_content(server: RunningServer, says: Any) -> None:
     says("It rains", "It <b>snows")
     body = {"messages": QUESTION, "tools": TOOLS, "n": 2}

@@ -124,6 +124,8 @@ class Generation:
             number = self._choice_index(index, chunk.sample)
             prompt_token_ids = self._streams[index].prompt_token_ids
             choice = self._shape.chunk(chunk, prompt_token_ids, is_first=number not in begun)
+            if choice is None:
+                continue
             piece = head | {"choices": [{"index": number} | choice]}
             if wishes.returns_token_ids and not begun and len(self._streams) == 1:
                 piece["prompt_token_ids"] = prompt_token_ids

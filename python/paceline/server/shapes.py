@@ -55,8 +55,8 @@ class Shape(ABC):
     @abstractmethod
     def chunk(
         self, chunk: StreamChunk, prompt_token_ids: list[int], *, is_first: bool
-    ) -> dict[str, Any]:
-        """Makes a choice of a chunk, without its index."""
+    ) -> dict[str, Any] | None:
+        """Makes a choice of a chunk, without its index; None if there is nothing to send."""
 
     def finish(
         self, choice: dict[str, Any], part: CompletionOutput | StreamChunk, offsets: list[int]
@@ -210,17 +210,29 @@ class ChatShape(Shape):
 
     def chunk(
         self, chunk: StreamChunk, prompt_token_ids: list[int], *, is_first: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
         """See `Shape`."""
-        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        delta |= {"content": chunk.text} if self._make_parser is None else self._read(chunk)
+        delta = self._read(chunk)
+        if is_first:
+            delta = {"role": "assistant"} | (delta or {"content": ""})
         choice = {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
         choice = self.finish(choice, chunk, chunk.text_offsets)
+        if not delta and not chunk.finished and not self._describes_tokens():
+            return None  # the parser holds the text back, which may be a call
         return _with_calls(choice, has_calls=self._num_calls[chunk.sample] > 0)
 
+    def _describes_tokens(self) -> bool:
+        """Whether chunks say more of tokens than their text."""
+        wishes = self.wishes
+        params = wishes.params
+        return (
+            wishes.returns_token_ids or params.return_token_sources or params.logprobs is not None
+        )
+
     def _read(self, chunk: StreamChunk) -> dict[str, Any]:
-        """What a chunk adds to a message."""
-        assert self._make_parser is not None
+        """Returns what a chunk adds to a message."""
+        if self._make_parser is None:
+            return {"content": chunk.text} if chunk.text else {}
         parser = self._parsers.get(chunk.sample)
         if parser is None:
             parser = self._parsers[chunk.sample] = self._make_parser()
@@ -233,7 +245,7 @@ class ChatShape(Shape):
                 {"index": index} | call for index, call in enumerate(calls, first)
             ]
             self._num_calls[chunk.sample] += len(calls)
-        if text or not delta:
+        if text:
             delta["content"] = text
         return delta
 
