@@ -57,7 +57,7 @@ void Dispatcher::poll_events() try {
     const std::scoped_lock lock(mutex_);
     if (is_closed_) return;
     for (paceline::RequestEvent& event : events) {
-      const auto found = running_.find(event.id);
+      const auto found = running_.find(event.request_id);
       if (found == running_.end()) continue;  // its client has gone away
       found->second->inbox_.push_back(std::move(event));
     }

@@ -79,7 +79,7 @@ py::list logprobs_list(const std::vector<std::vector<TokenLogprob>>& tokens) {
 std::string event_repr(const PyRequestEvent& self) {
   const RequestEvent& event = self.event;
   std::ostringstream out;
-  out << "RequestEvent(id=" << event.id << ", sample=" << event.sample
+  out << "RequestEvent(id=" << event.request_id << ", sample=" << event.sample
       << ", num_token_ids=" << event.token_ids.size()
       << ", finish_reason=" << py::repr(finish_reason_name(event.finish_reason)).cast<std::string>()
       << ", num_drafted=" << event.num_drafted << ", num_accepted=" << event.num_accepted;
@@ -98,7 +98,7 @@ void register_event(py::module_& module) {
                              "the end of the sample. The "
                              "event with a `finish_reason` is the last one of its sample.")
       .def_property_readonly(
-          "id", [](const PyRequestEvent& self) { return self.event.id; },
+          "id", [](const PyRequestEvent& self) { return self.event.request_id; },
           "The id that `Executor.add_request` returned.")
       .def_property_readonly(
           "sample", [](const PyRequestEvent& self) { return self.event.sample; },

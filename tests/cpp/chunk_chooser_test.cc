@@ -145,7 +145,7 @@ int64_t num_iterations(const ExecutorOptions& options, int32_t num_decoding,
   for (int32_t i = 0; i < num_decoding; ++i) {
     const auto id = executor.add_request({.prompt = {1, 2, 3}, .sampling = {.max_tokens = 500}});
     for (bool decodes = false; !decodes;) {
-      for (const RequestEvent& event : executor.poll(100)) decodes |= event.id == id;
+      for (const RequestEvent& event : executor.poll(100)) decodes |= event.request_id == id;
     }
   }
   executor.reset_stats();
@@ -154,7 +154,7 @@ int64_t num_iterations(const ExecutorOptions& options, int32_t num_decoding,
   const auto ids = executor.add_requests(std::vector<Request>(num_prompts, request));
   std::set<RequestId> left(ids->begin(), ids->end());
   while (!left.empty()) {
-    for (const RequestEvent& event : executor.poll(100)) left.erase(event.id);
+    for (const RequestEvent& event : executor.poll(100)) left.erase(event.request_id);
   }
   const std::vector<int32_t> counts = executor.iteration_times().num_prefill;
   return std::count_if(counts.begin(), counts.end(), [](int32_t n) { return n > 0; });

@@ -132,7 +132,7 @@ TEST(Engine, CountersAddUp) {
   }
   for (size_t left = jobs.size(); left > 0;) {
     for (const RequestEvent& event : executor.poll(100)) {
-      SpeculationCounters& sum = sums.at(event.id);
+      SpeculationCounters& sum = sums.at(event.request_id);
       const auto num_tokens = static_cast<int32_t>(event.token_ids.size());
       const bool is_last = event.finish_reason != FinishReason::kNone;
       // Every iteration emits one token of the target's own, except the last, which may end with
@@ -235,7 +235,7 @@ TEST(Engine, ScoresAreLogitsAsTheyAre) {
     const RequestId id = executor.add_request(std::move(request)).value();
     for (bool has_ended = false; !has_ended;) {
       for (const RequestEvent& event : executor.poll(100)) {
-        if (event.id != id || event.finish_reason == FinishReason::kNone) continue;
+        if (event.request_id != id || event.finish_reason == FinishReason::kNone) continue;
         scores.push_back(*event.logits);
         has_ended = true;
       }
@@ -382,7 +382,7 @@ TEST(Engine, RequestsAddedTogetherBeginTogether) {
     while (!left.empty()) {
       for (const RequestEvent& event : executor.poll(100)) {
         if (event.finish_reason == FinishReason::kNone) continue;
-        EXPECT_EQ(left.erase(event.id), 1U);
+        EXPECT_EQ(left.erase(event.request_id), 1U);
       }
     }
     EXPECT_EQ(executor.check_integrity(), "");

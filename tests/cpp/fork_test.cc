@@ -258,7 +258,7 @@ TEST(Fork, SamplesEndOneByOne) {
   bool has_cancelled_all = false;
   while (reasons.size() < 5) {
     for (const RequestEvent& event : executor.poll(100)) {
-      ASSERT_EQ(event.id, id);
+      ASSERT_EQ(event.request_id, id);
       EXPECT_EQ(reasons.count(event.sample), 0u)
           << "an event after sample " << event.sample << " has ended";
       num_tokens[event.sample] += static_cast<int32_t>(event.token_ids.size());

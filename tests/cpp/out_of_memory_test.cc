@@ -160,7 +160,7 @@ Outcomes drain(Engine& engine, RequestId first_id, size_t num_samples) {
   const Clock::time_point deadline = Clock::now() + std::chrono::seconds(10);
   for (size_t num_ended = 0; num_ended < num_samples && Clock::now() < deadline;) {
     for (const RequestEvent& event : engine.poll(50)) {
-      Outcome& outcome = outcomes[{event.id - first_id, event.sample}];
+      Outcome& outcome = outcomes[{event.request_id - first_id, event.sample}];
       EXPECT_EQ(outcome.reason, FinishReason::kNone) << "an event after the last one";
       outcome.tokens.insert(outcome.tokens.end(), event.token_ids.begin(), event.token_ids.end());
       outcome.logprobs.insert(outcome.logprobs.end(), event.logprobs.begin(), event.logprobs.end());

@@ -3,8 +3,9 @@
 
 Usage: check_install.py CMAKE BUILD_DIR, with an interpreter that has paceline installed.
 
-The commands of the page install the library, convert a demo and run the C++ and C examples and the
-C++ server. Then the examples are built in the other ways: with the static and the shared library,
+The programs are those of the page: its code blocks replace the files of examples/ that they name.
+The commands of the page install the library, convert a demo and run the C++ and C programs and the
+C++ server. Then the programs are built in the other ways: with the static and the shared library,
 with CMake and with pkg-config. Each program must print the tokens of `LLM`, and so must the ctypes
 example. `cpp_server_checks.py` checks the server.
 """
@@ -133,6 +134,15 @@ def check_output(name: str, printed: str, expected: list[int]) -> None:
         sys.exit(f"{name}: the last line is {lines[-1]!r}")
 
 
+def write_programs(scratch: Path) -> None:
+    """Writes the programs of the page into a folder, where it has the files that they name."""
+    programs = {str(block.why): block.code for block in blocks(PAGE) if block.how == "program"}
+    assert {Path(name).suffix for name in programs} == {".cc", ".c", ".txt"}, list(programs)
+    for name, code in programs.items():
+        (scratch / name).unlink()
+        (scratch / name).write_text(code)
+
+
 def follow_page(cmake: str, scratch: Path, values: dict[str, str]) -> list[str]:
     """Runs the commands of the page in a folder. Returns the output of each block."""
     outputs = []
@@ -161,6 +171,7 @@ def main() -> None:
         scratch = Path(name)
         prefix, folder, sources = scratch / "prefix", scratch / "folder", scratch / "examples"
         shutil.copytree(EXAMPLES, sources)
+        write_programs(scratch)
         (scratch / "build").mkdir()
         (scratch / "build" / "cpu-release").symlink_to(build_dir)
         token_ids = " ".join(map(str, prompt))

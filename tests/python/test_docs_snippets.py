@@ -11,6 +11,7 @@ A marker is a comment on the line before the fence: `<!-- test: HOW WHY -->`.
 | `ci` | bash | that FILE, the first word of WHY, runs every command of the block |
 | `install` | bash | a ctest, tests/install/check_install.py, runs all such blocks of its page |
 | `file` | c, cpp, cmake, python | that WHY, a file that another test runs, contains the block |
+| `program` | c, cpp, cmake | that WHY is a file with this code; check_install.py builds the block |
 | `message` | text | test_docs_messages.py raises it |
 
 JSON is parsed. `text` is for drawings and output. A block of another language is an error.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import re
@@ -45,9 +47,9 @@ SHELLS = ("bash",)
 ALLOWED = {
     "python": ("", "types", "file"),
     "bash": ("", "parse", "ci", "install"),
-    "c": ("file",),
-    "cpp": ("file",),
-    "cmake": ("file",),
+    "c": ("file", "program"),
+    "cpp": ("file", "program"),
+    "cmake": ("file", "program"),
     "json": ("",),
     "text": ("", "message"),
 }
@@ -297,8 +299,22 @@ def test_files_contain_the_blocks() -> None:
     assert is_part("a\n  b\n", "0\n  a\n    b\nc") and not is_part("a\nc\n", "a\nb\nc")
 
 
+def without_comment(text: str) -> str:
+    """A file's text without the comment at its top."""
+    lines = text.splitlines(keepends=True)
+    return "".join(itertools.dropwhile(re.compile(r"//|# ").match, lines))
+
+
+def test_programs_are_whole_files() -> None:
+    for block in of("program", "c", "cpp", "cmake"):
+        assert block.why is not None
+        text = (ROOT / block.why).read_text()
+        assert block.code == without_comment(text), f"{block}: differs from {block.why}"
+
+
 def test_the_install_test_runs_its_page() -> None:
-    assert {block.page for block in of("install", *SHELLS)} == {Path("docs/embedding.md")}
+    for found in (of("install", *SHELLS), of("program", "c", "cpp", "cmake")):
+        assert {block.page for block in found} == {Path("docs/embedding.md")}
     script = (ROOT / "tests/install/check_install.py").read_text()
     assert 'Path("docs/embedding.md")' in script
 

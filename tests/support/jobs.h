@@ -212,7 +212,7 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
       to_cancel.pop_back();
     }
     for (RequestEvent& event : executor.poll(1)) {
-      const auto found = index.find(event.id);
+      const auto found = index.find(event.request_id);
       if (found == index.end()) continue;
       Outcome& outcome = outcomes[found->second];
       outcome.tokens.insert(outcome.tokens.end(), event.token_ids.begin(), event.token_ids.end());

@@ -90,7 +90,7 @@ inline std::vector<Outcome> run_samples(Executor& executor, const std::vector<Sa
       }
     }
     for (RequestEvent& event : executor.poll(1)) {
-      const auto found = first_outcome.find(event.id);
+      const auto found = first_outcome.find(event.request_id);
       if (found == first_outcome.end()) continue;
       Outcome& outcome = outcomes[found->second + static_cast<size_t>(event.sample)];
       outcome.tokens.insert(outcome.tokens.end(), event.token_ids.begin(), event.token_ids.end());

@@ -206,7 +206,7 @@ class PACELINE_API Executor {
   // Ends a request, or one of its samples. An event with kCancelled follows for each of these
   // samples that has not ended. Returns false when no sample of the request runs or waits. Throws
   // InvalidArgument for a sample index that the request does not have.
-  bool cancel(RequestId id, std::optional<int32_t> sample = std::nullopt);
+  bool cancel(RequestId request_id, std::optional<int32_t> sample = std::nullopt);
 
   // Returns the events since the last call. Without one it waits up to timeout_ms milliseconds for
   // the first; 0 does not wait. When the engine has failed and all events have been returned, it

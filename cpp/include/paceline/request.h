@@ -128,7 +128,7 @@ struct SpeculationCounters {
 // the sample. Events of a sample come in order, and the last one has finish_reason != kNone. Times
 // are microseconds of the steady clock.
 struct RequestEvent {
-  RequestId id = 0;
+  RequestId request_id = 0;
   int32_t sample = 0;              // 0..num_samples - 1
   std::vector<int32_t> token_ids;  // emitted by this iteration
   // [token_ids][1 + logprobs] where the request asks for logprobs, otherwise empty. The emitted

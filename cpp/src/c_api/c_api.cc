@@ -279,7 +279,7 @@ paceline_event c_event(const RequestEvent& event) {
   PACELINE_CHECK(event.token_ids.size() <= PACELINE_MAX_EVENT_TOKENS, "an event has ",
                  event.token_ids.size(), " tokens");
   paceline_event to{};
-  to.request_id = event.id;
+  to.request_id = event.request_id;
   to.sample = event.sample;
   to.finish_reason = static_cast<paceline_finish_reason>(event.finish_reason);
   to.num_tokens = static_cast<int32_t>(event.token_ids.size());

@@ -293,7 +293,7 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
   if (result.emitted_len > 0 || has_ended) {
     // The first emission follows the last chunk of the prompt, so prompt logprobs are delivered
     // once. A recomputed prompt gets no new ones.
-    outgoing_.push_back({.id = sequence.id,
+    outgoing_.push_back({.request_id = sequence.id,
                          .sample = sequence.sample,
                          .token_ids = {result.tokens, result.tokens + result.emitted_len},
                          .logprobs = logprobs.emitted(i, result),
@@ -326,8 +326,8 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
   scheduler_.finish(sequence);
   if (sequence.guide != nullptr) windows_.drop(std::move(sequence.guide));
   // One event delivers the last tokens and the finish reason.
-  RequestEvent event{.id = sequence.id, .sample = sequence.sample};
-  if (!outgoing_.empty() && outgoing_.back().id == sequence.id &&
+  RequestEvent event{.request_id = sequence.id, .sample = sequence.sample};
+  if (!outgoing_.empty() && outgoing_.back().request_id == sequence.id &&
       outgoing_.back().sample == sequence.sample && reason != FinishReason::kCancelled) {
     event = std::move(outgoing_.back());
     outgoing_.pop_back();

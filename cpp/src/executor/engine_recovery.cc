@@ -79,7 +79,7 @@ void Engine::restart(bool ends_all) {
     for (std::unique_ptr<Sequence>& sample : samples) {
       if (sample == nullptr) continue;
       RequestEvent event{
-          .id = sample->id,
+          .request_id = sample->id,
           .sample = sample->sample,
           .finish_reason = FinishReason::kError,
           .error =

@@ -177,8 +177,8 @@ std::optional<RequestId> Executor::add_request(Request request) {
 std::optional<std::vector<RequestId>> Executor::add_requests(std::vector<Request> requests) {
   return at_boundary([&] { return impl_->engine->add_requests(std::move(requests)); });
 }
-bool Executor::cancel(RequestId id, std::optional<int32_t> sample) {
-  return at_boundary([&] { return impl_->engine->cancel(id, sample); });
+bool Executor::cancel(RequestId request_id, std::optional<int32_t> sample) {
+  return at_boundary([&] { return impl_->engine->cancel(request_id, sample); });
 }
 std::vector<RequestEvent> Executor::poll(int32_t timeout_ms) {
   return at_boundary([&] { return impl_->engine->poll(timeout_ms); });
