@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +62,29 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: 1e15)
 
 
+def children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def bench(*extra: str) -> int:
     return cli.main(["bench", "latency", *QUICK, *extra])
+
+
+def test_without_options_it_takes_less_than_half_a_minute_on_two_cores() -> None:
+    before = children_cpu_s()
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cpu", "--quiet",
+         "--num-threads", "2"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert children_cpu_s() - before < 2 * 30
+    assert "dummy weights: the times are those of models of these shapes" in result.stdout
+    rows = [line.split()[:2] for line in result.stdout.splitlines()]
+    assert [row for row in rows if row and row[0] in ("plain", "k=4")][:4] == [
+        ["plain", "1"], ["k=4", "1"], ["plain", "8"], ["k=4", "8"],
+    ]  # fmt: skip
 
 
 # ---- reports -----------------------------------------------------------------------------------

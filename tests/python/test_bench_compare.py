@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline import _core, cli
+from paceline.bench.compare.ratios import Ratio
 from paceline.bench.serve.command import _command_of
 
 
@@ -64,25 +66,32 @@ def verdicts(result: dict[str, Any]) -> dict[str, str]:
 
 def test_rounds_are_paired(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
     # The machine gets slower from round to round, which no unpaired comparison would forgive.
-    names = store(latency_report([2.0, 3.0, 4.0]), latency_report([1.8, 2.55, 3.8]))
+    names = store(latency_report([2.0, 3.0, 4.0]), latency_report([1.8, 2.64, 3.68]))
     result = compared(capsys, *names)
     assert (result["bench"], result["of"]) == ("compare", "latency")
     assert (result["a"], result["b"]) == (["a.json"], ["b.json"])
     assert (result["different"], result["unpaired"]) == ({}, {})
     time, rate, first, clock = result["rows"]
     assert time["row"] == "k=3, c=4, 9+16 tokens" and time["figure"] == "iteration_ms"
-    assert time["ratios"] == pytest.approx([0.9, 0.85, 0.95])
-    assert (time["a"], time["b"], time["ratio"]) == (3.0, 2.55, pytest.approx(0.9))
-    assert (time["lowest"], time["highest"]) == (pytest.approx(0.85), pytest.approx(0.95))
+    assert time["ratios"] == pytest.approx([0.9, 0.88, 0.92])
+    assert (time["a"], time["b"], time["ratio"]) == (3.0, 2.64, pytest.approx(0.9))
+    assert (time["lowest"], time["highest"]) == (pytest.approx(0.88), pytest.approx(0.92))
+    logs = np.log(time["ratios"])
+    half = 4.302653 * logs.std(ddof=1) / 3**0.5  # Student's t, two degrees of freedom
+    expected = np.exp([logs.mean() - half, logs.mean() + half])
+    assert time["interval"] == pytest.approx(expected, rel=1e-4)
     # Less time is better, more tokens are, and equal times say nothing.
-    assert (time["verdict"], rate["verdict"], first["verdict"]) == ("better", "better", "noise")
+    found = (time["verdict"], rate["verdict"], first["verdict"])
+    assert found == ("better", "better", "within noise")
     assert (clock["figure"], clock["verdict"]) == ("sm_clock_mhz", "")
     assert verdicts(compared(capsys, *names[::-1]))["iteration_ms"] == "worse"
     assert compare(*names) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "A: a.json (2026-11-23)"
     line = next(line for line in printed if "iteration_ms" in line).split()
-    assert line[-6:] == ["0.900", "0.850", "to", "0.950", "3", "better"]
+    assert line[-9:-4] == ["0.900", "0.880", "to", "0.920", "3"]
+    assert line[-4:] == ["0.852", "to", "0.951", "better"]
+    assert any(line.startswith("one turn: ") for line in printed)
 
 
 def test_turns_and_noise(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,13 +101,52 @@ def test_turns_and_noise(store: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert (result["a"], result["b"]) == (names[::2], names[1::2])
     [time] = [row for row in result["rows"] if row["figure"] == "iteration_ms"]
     assert time["ratios"] == pytest.approx([0.95, 2.0 / 2.2, 3.1 / 3.0])
-    assert time["verdict"] == "noise"
-    assert verdicts(compared(capsys, *names[:4]))["iteration_ms"] == "better"
-    assert verdicts(compared(capsys, *names[:2]))["iteration_ms"] == "one round"
+    assert time["verdict"] == "within noise"
+    # Two turns that agree say little: equal variants do so every other time.
+    assert verdicts(compared(capsys, *names[:4]))["iteration_ms"] == "within noise"
+    [time] = [r for r in compared(capsys, *names[:2])["rows"] if r["figure"] == "iteration_ms"]
+    assert (time["verdict"], time["interval"]) == ("cannot be judged", None)
+    assert compare(*names[:2]) == 0
+    assert "with one round, nothing tells noise from a change" in capsys.readouterr().out
     # Reports with different numbers of rounds compare by their medians.
     uneven = store(latency_report([2.0, 2.0, 8.0]), latency_report([1.0]))
     [time] = [r for r in compared(capsys, *uneven)["rows"] if r["figure"] == "iteration_ms"]
     assert time["ratios"] == [0.5]
+
+
+def test_rounds_that_agree_by_chance_are_within_noise(
+    store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = store(latency_report([2.0, 2.1, 2.0]), latency_report([2.02, 2.4, 2.1]))
+    [time] = [r for r in compared(capsys, *names)["rows"] if r["figure"] == "iteration_ms"]
+    assert min(time["ratios"]) > 1 and time["verdict"] == "within noise"
+    low, high = time["interval"]
+    assert low < 1 < high
+
+
+def test_rounds_of_one_process_are_one_repeat(
+    store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three rounds that agree in each of two turns are two ratios, not six."""
+    slower, faster = [2.0, 2.0, 2.0], [1.8, 1.8, 1.8]
+    names = store(*map(latency_report, (slower, faster, slower, [1.9, 1.9, 1.9])))
+    [time] = [r for r in compared(capsys, *names)["rows"] if r["figure"] == "iteration_ms"]
+    assert len(time["ratios"]) == 6 and time["verdict"] == "within noise"
+
+
+def test_verdicts_of_equal_variants_are_seldom_wrong() -> None:
+    """Of 1,000 comparisons of five turns of one program, about 50 may say otherwise."""
+    random = np.random.default_rng(1)
+    ratios = np.exp(random.normal(0, 0.03, (1000, 5)))
+    verdicts = [
+        Ratio("row", "iteration_ms", 1.0, 1.0, tuple(row), tuple(row)).verdict for row in ratios
+    ]
+    assert 20 <= 1000 - verdicts.count("within noise") <= 80
+    shifted = [
+        Ratio("row", "iteration_ms", 1.0, 1.0, tuple(row), tuple(row)).verdict
+        for row in ratios * 1.2
+    ]
+    assert shifted.count("worse") > 990
 
 
 def test_what_does_not_compare(store: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,6 +195,8 @@ def print_head(setup: Setup, read_bandwidth: float, first: Measurement, name_wid
         length = speculation.synthetic_acceptance_length
         judged = speculation.accept_method + (f" length {length}" if length else "")
         emit(f"draft  {draft.name}: {draft.costs.all_bytes / 1e6:.1f} MB of matrices, {judged}")
+    if target.loaded.is_dummy:
+        emit("dummy weights: the times are those of models of these shapes; no token has a meaning")
     emit(f"read bandwidth of {machine_name(setup.device)}: {read_bandwidth / 1e9:.1f} GB/s")
     emit(
         f"start to first token: {first.start_to_first_token_s:.2f} s, of it models "

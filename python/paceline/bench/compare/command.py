@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from paceline.bench.compare.ratios import Ratio, paired_ratios, unpaired
+from paceline.bench.compare.ratios import CANNOT_BE_JUDGED, Ratio, paired_ratios, unpaired
 from paceline.bench.compare.reading import FACTS, Report, read_any_report
 from paceline.bench.options import check_can_write
 from paceline.bench.report import write_json
@@ -17,9 +17,15 @@ from paceline.checks import check_path, quoted, shorten
 from paceline.console import EXIT_OK, check_output, emit
 
 _LEGEND: Final = """\
-B/A: the median ratio over the rounds, then the lowest and the highest. better, worse: all rounds
-agree that B is; n rounds of equal variants agree by chance once in 2^(n-1) times. noise: the rounds
-disagree. one round: nothing tells noise from a change."""
+B/A: the median ratio over the rounds, then the lowest and the highest. 95 % interval: where the
+mean ratio lies, by the spread of the turns, or of the rounds if there is one turn. better, worse:
+the interval does not contain 1. within noise: it does."""
+_ONE_ROUND: Final = """\
+cannot be judged: with one round, nothing tells noise from a change; measure more with --rounds, or
+give the reports of further turns."""
+_ONE_TURN: Final = """\
+one turn: the interval does not know what differs between two runs of one program; give the reports
+of three turns or more."""
 
 
 def add_compare_parser(kinds: Any) -> argparse.ArgumentParser:
@@ -161,15 +167,24 @@ def _lines(
         spread = (
             "" if len(ratio.ratios) == 1 else f"{min(ratio.ratios):.3f} to {max(ratio.ratios):.3f}"
         )
+        interval = ratio.interval
+        shown = "" if interval is None else "{:.3f} to {:.3f}".format(*interval)
         cells.append(
             [
                 "" if ratio.row == last else ratio.row, ratio.figure, f"{ratio.a:,.3f}",
-                f"{ratio.b:,.3f}", f"{ratio.median:.3f}", spread, len(ratio.ratios), ratio.verdict,
+                f"{ratio.b:,.3f}", f"{ratio.median:.3f}", spread, len(ratio.ratios), shown,
+                ratio.verdict,
             ]
         )  # fmt: skip
         last = ratio.row
-    head = ("row", "figure", "A", "B", "B/A", "lowest to highest", "rounds", "B is")
+    head = (
+        "row", "figure", "A", "B", "B/A", "lowest to highest", "rounds", "95 % interval", "B is",
+    )  # fmt: skip
     lines += ["", *table(head, cells), _LEGEND]
+    if any(ratio.verdict == CANNOT_BE_JUDGED for ratio in ratios):
+        lines.append(_ONE_ROUND)
+    if len(turns) == 1 and any(ratio.interval for ratio in ratios):
+        lines.append(_ONE_TURN)
     for path, names in compared["unpaired"].items():
         lines.append(f"only in {path}: {'; '.join(names)}")
     return lines
