@@ -397,7 +397,7 @@ def _raise_named(model: HubModel, error: BaseException, missing: Iterable[str] =
         cache = model.cache_dir or constants.HF_HUB_CACHE
         message = (
             f"{model}: no such folder, and {name_some(missing)} of it is not in the hub's cache "
-            f"{cache}; {_reason(error)}: unset it to download the model, or name a folder"
+            f"{cache}; {_reason(error)}: unset it to download the model, or {_elsewhere(model)}"
         )
     elif isinstance(error, RevisionNotFoundError):
         message = (
@@ -413,11 +413,23 @@ def _raise_named(model: HubModel, error: BaseException, missing: Iterable[str] =
             f"show it to this user ({status}); check the name, and for a private model {login}"
         )
     else:
+        # The causes are a dozen frames of the HTTP client, which say nothing more.
+        _logger.debug("%s: not downloaded", model, exc_info=error)
         raise ConnectionError(
             f"{model}: no such folder, and not downloaded because {_reason(error)}; try again, or "
-            "name a folder"
-        ) from error
-    raise ModelNotFoundError(message) from error
+            f"{_elsewhere(model)}"
+        ) from None
+    _logger.debug("%s: not downloaded", model, exc_info=error)
+    raise ModelNotFoundError(message) from None
+
+
+def _elsewhere(model: HubModel) -> str:
+    """Where a model can come from without a connection, as the end of a sentence."""
+    revision = "" if model.revision is None else f" --revision {model.revision}"
+    return (
+        "name a folder or, as cache_dir, a hub's cache that has the model; where there is a "
+        f"connection, `hf download {model.id}{revision} --local-dir DIR` writes such a folder"
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Never, Self, Unpack
 
 from paceline import lifetime
+from paceline._core import ModelNotFoundError
 from paceline.checks import (
     MODEL,
     check_choice,
@@ -188,14 +189,18 @@ class LLM(RunningLLM):
         check_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
         config.check_on_device(resolved)
-        sources = find_models(
-            model,
-            speculative,
-            revision=revision,
-            cache_dir=cache_dir,
-            load_format=load_format,
-            progress=show_progress,
-        )
+        try:
+            sources = find_models(
+                model,
+                speculative,
+                revision=revision,
+                cache_dir=cache_dir,
+                load_format=load_format,
+                progress=show_progress,
+            )
+        except (ModelNotFoundError, ConnectionError) as error:
+            # The message says it all, and a traceback through the search would hide it.
+            raise error.with_traceback(None) from None
         speculative = sources.speculative
         check_max_num_batched_tokens(config, speculative)
         with lifetime.delayed_exit():

@@ -368,6 +368,33 @@ def test_no_network_and_no_copy(hub: HubServer) -> None:
         refused(hub, ModelNotFoundError, "not in the hub's cache", str(hub.cache), "HF_HUB_OFFLINE")
     hub.stop()
     refused(hub, ConnectionError, hub.url, "failed: ConnectError", "name a folder")
+    refused(
+        hub,
+        ConnectionError,
+        "cache_dir",
+        "`hf download org/target --revision v1 --local-dir DIR`",
+        revision="v1",
+    )
+
+
+def test_no_network_is_a_traceback_of_few_lines(hub: HubServer, tmp_path: Path) -> None:
+    """The frames of the HTTP client, and those of the search for a model, would hide the cure."""
+    hub.stop()
+    script = tmp_path / "script.py"
+    script.write_text("from paceline import LLM\nLLM('org/target')\n")
+    for arguments, most in (
+        ([str(script)], 6),
+        (["-m", "paceline", "generate", "--model", "org/target", "a"], 1),
+    ):
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, **hub.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = result.stderr.splitlines()
+        assert len(lines) <= most and "`hf download org/target --local-dir DIR`" in lines[-1]
 
 
 def test_silent_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,9 @@ def add_latency_parser(kinds: Any) -> argparse.ArgumentParser:
         help="iteration time, tokens per second, acceptance, and share of the hardware's limit",
         description=(
             "Runs plain and speculative decoding on the same prompts. Without --model, --config "
-            "and --demo it measures a dummy Gemma-3-shaped pair of 101 M and 10 M parameters, whose "
-            "acceptance length is set to 2.2: seconds on two cores, and the times say nothing of "
-            f"other models. Names of configurations: {', '.join(config_names())}."
+            "and --demo it measures a dummy Gemma-3-shaped pair of 101 M and 10 M parameters, "
+            "whose acceptance length is set to 2.2: seconds on two cores, and the times say "
+            f"nothing of other models. Names of configurations: {', '.join(config_names())}."
         ),
     )
     _add_models(latency)
