@@ -139,6 +139,10 @@ CompletionCall parse_call(std::string_view body, const paceline::SamplingOptions
       call.request.num_samples = as_integer<int32_t>(name, value);
     } else if (name == "speculative") {
       call.request.num_speculative_tokens = as_num_drafts(name, value);
+    } else if (name == "cache_salt") {
+      // One that is empty would share the cache with all others.
+      if (!value.is_string() || value == "") refuse(name, value, "a string that is not empty");
+      call.request.cache_salt = value.get<std::string>();
     } else if (name == "max_tokens") {
       sampling.max_tokens = as_integer<int32_t>(name, value);
     } else if (name == "min_tokens") {

@@ -26,6 +26,7 @@ py::dict limits() {
   dict["logit_bias"] = kMaxLogitBias;
   dict["bad_words"] = kMaxBadWords;
   dict["bad_word_tokens"] = kMaxBadWordTokens;
+  dict["cache_salt_bytes"] = kMaxCacheSaltBytes;
   return dict;
 }
 
@@ -36,7 +37,8 @@ void register_limits(py::module_& module) {
 
 Returns:
     A dict from the name of a parameter of Python to its largest value, or to its largest number of
-    entries. "bad_word_tokens" counts the tokens of all bad words, and "default_draft_proposals" is
+    entries. "bad_word_tokens" counts the tokens of all bad words, "cache_salt_bytes" those of
+    UTF-8, and "default_draft_proposals" is
     no limit but the default of "draft_proposals".
 )doc");
 }

@@ -22,7 +22,7 @@ void register_request(py::module_& module) {
                        int32_t prompt_logprobs, int32_t num_samples,
                        std::vector<int32_t> hidden_layers, bool keeps_logits_on_device,
                        int32_t num_resumed_tokens, int32_t num_speculative_tokens,
-                       const std::vector<py::object>& constraints) {
+                       const std::vector<py::object>& constraints, std::string cache_salt) {
              Request request;
              request.prompt = std::move(prompt);
              request.sampling.temperature = temperature;
@@ -52,6 +52,7 @@ void register_request(py::module_& module) {
              for (const py::object& constraint : constraints) {
                request.constraints.push_back(make_constraint(constraint));
              }
+             request.cache_salt = std::move(cache_salt);
              return request;
            }),
            py::arg("prompt"), py::kw_only(), py::arg("temperature") = 1.0, py::arg("seed") = 0,
@@ -67,7 +68,7 @@ void register_request(py::module_& module) {
            py::arg("hidden_layers") = std::vector<int32_t>{},
            py::arg("keeps_logits_on_device") = false, py::arg("num_resumed_tokens") = 0,
            py::arg("num_speculative_tokens") = -1,
-           py::arg("constraints") = std::vector<py::object>{},
+           py::arg("constraints") = std::vector<py::object>{}, py::arg("cache_salt") = "",
            R"doc(Stores the values, which are checked when the request is added.
 
 Args:
@@ -108,6 +109,7 @@ Args:
         follow, row i for those after the first i drafts, and returns the drafts: those that it
         allows, and others after them. It is called on threads of the executor. What it raises ends
         the sample with an error.
+    cache_salt: Requests of different salts share no KV; at most 512 bytes of UTF-8, no NUL.
 )doc")
       .def_readonly("num_samples", &Request::num_samples, "Samples of the prompt.")
       .def("__repr__", [](const Request& self) {

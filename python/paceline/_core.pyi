@@ -53,6 +53,7 @@ class _Limits(TypedDict):
     logit_bias: int
     bad_words: int
     bad_word_tokens: int
+    cache_salt_bytes: int
 
 def version() -> str: ...
 def limits() -> _Limits: ...
@@ -177,6 +178,7 @@ class Request:
         num_resumed_tokens: int = 0,
         num_speculative_tokens: int = -1,
         constraints: Sequence[_Constraint] = ...,
+        cache_salt: str = "",
     ) -> None: ...
     @property
     def num_samples(self) -> int: ...

@@ -208,6 +208,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         **unknown: Never,
     ) -> OutputStream:
         """Generates the next message of a conversation and returns it while it grows.
@@ -221,6 +222,7 @@ class AsyncLLM:
             continue_final_message: See above.
             tools: See above.
             chat_template_kwargs: See above.
+            cache_salt: See above.
 
         Returns:
             As for `generate`.
@@ -232,6 +234,7 @@ class AsyncLLM:
         check_unknown("AsyncLLM.chat", AsyncLLM.chat, unknown)
         render = self._renderer(
             messages,
+            cache_salt,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -251,6 +254,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         **unknown: Never,
     ) -> ChunkStream:
         """Generates the next message of a conversation and returns each piece as soon as it is
@@ -265,6 +269,7 @@ class AsyncLLM:
             continue_final_message: See above.
             tools: See above.
             chat_template_kwargs: See above.
+            cache_salt: See above.
 
         Returns:
             As for `stream`.
@@ -276,6 +281,7 @@ class AsyncLLM:
         check_unknown("AsyncLLM.stream_chat", AsyncLLM.stream_chat, unknown)
         render = self._renderer(
             messages,
+            cache_salt,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -284,7 +290,9 @@ class AsyncLLM:
         )
         return ChunkStream(self, self._session, *self._plan(render, sampling_params, request_id))
 
-    def _renderer(self, messages: Conversation, **rendering: Any) -> Callable[[], Prompt]:
+    def _renderer(
+        self, messages: Conversation, cache_salt: str | None, **rendering: Any
+    ) -> Callable[[], Prompt]:
         """A call that makes a prompt of a conversation, for a worker thread."""
         llm, templates = self.llm, self._chat_templates
 
@@ -295,7 +303,7 @@ class AsyncLLM:
                     "messages is a list of conversations; allowed: one conversation. Start a task "
                     "for each"
                 )
-            return encode_chats(texts, llm.target, llm.max_model_len)[0]
+            return encode_chats(texts, llm.target, llm.max_model_len, cache_salt)[0]
 
         return render
 

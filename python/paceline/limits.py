@@ -27,6 +27,7 @@ MAX_STOP_TOKEN_IDS: Final = _LIMITS["stop_token_ids"]
 MAX_LOGIT_BIAS: Final = _LIMITS["logit_bias"]
 MAX_BAD_WORDS: Final = _LIMITS["bad_words"]
 MAX_BAD_WORD_TOKENS: Final = _LIMITS["bad_word_tokens"]
+MAX_CACHE_SALT_BYTES: Final = _LIMITS["cache_salt_bytes"]
 
 # Of an int32, a uint64 and an int64 of C++.
 MAX_INT: Final = 2**31 - 1

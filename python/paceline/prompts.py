@@ -8,22 +8,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NotRequired, TypedDict
 
 from paceline.checks import bytes_advice, check_text, quoted, shorten
+from paceline.limits import MAX_CACHE_SALT_BYTES
 from paceline.loader import LoadedModel
 from paceline.sampling import SamplingParams
 from paceline.token_bound import min_num_tokens
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text. Prompts of different salts share no KV."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids. Its text, if given, is only stored in the output."""
+    """A prompt as token ids. Its text, if given, is only stored in the output. Prompts of different
+    salts share no KV."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 # A mapping has the keys of `TextPrompt` or `TokensPrompt`.
@@ -31,14 +35,13 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 # One prompt or several. Not `Prompt | Sequence[Prompt]`: type checkers accept a list of different
 # prompts only where there is one kind of sequence to choose from.
 Prompts = str | Mapping[str, Any] | Sequence[int | Prompt]
-_KEYS: Final = ("prompt", "prompt_token_ids")
+_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt")
 # vLLM has these too.
 _LATER_KEYS: Final = (
     "multi_modal_data",
     "multi_modal_uuids",
     "mm_processor_kwargs",
     "prompt_embeds",
-    "cache_salt",
     "encoder_prompt",
     "decoder_prompt",
     "token_type_ids",
@@ -166,12 +169,25 @@ def encode(
     return prompt, token_ids
 
 
-def encode_chats(texts: Sequence[str], target: LoadedModel, max_model_len: int) -> list[Prompt]:
+def encode_chats(
+    texts: Sequence[str],
+    target: LoadedModel,
+    max_model_len: int,
+    cache_salt: str | None = None,
+) -> list[Prompt]:
     """Encodes rendered conversations. A chat template writes the special tokens itself.
+
+    Args:
+        texts: The conversations.
+        target: As for `encode`.
+        max_model_len: As for `encode`.
+        cache_salt: Of all of them; None = they have none.
 
     Raises:
         ValueError: As for `encode`.
     """
+    if cache_salt is not None:
+        check_cache_salt("cache_salt", cache_salt)
     prompts: list[Prompt] = []
     for index, text in enumerate(texts):
         name = f"the prompt of messages[{index}]" if len(texts) > 1 else "the prompt of messages"
@@ -185,8 +201,43 @@ def encode_chats(texts: Sequence[str], target: LoadedModel, max_model_len: int) 
             spare=1,
             add_special_tokens=False,
         )
-        prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        prompts.append(with_salt({"prompt": text, "prompt_token_ids": token_ids}, cache_salt))
     return prompts
+
+
+def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """Returns a prompt, which has no salt, with one; None = without."""
+    if cache_salt is None:
+        return prompt
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    return {**prompt, "cache_salt": cache_salt}
+
+
+def cache_salt_of(prompt: Prompt) -> str:
+    """Returns the salt of a prompt that `encode` has checked; "" = it has none."""
+    return str(prompt.get("cache_salt", "")) if isinstance(prompt, Mapping) else ""
+
+
+def check_cache_salt(name: str, value: object) -> str:
+    """Checks a salt, which no caller may believe to have while it has none.
+
+    Raises:
+        ValueError: It is no string, empty, too long, not valid Unicode, or has a NUL character.
+    """
+    allowed = f"a string of 1 to {MAX_CACHE_SALT_BYTES} bytes in UTF-8 without NUL characters"
+    salt = check_text(name, value, allowed)
+    if not salt:
+        raise ValueError(f"{name} is empty; allowed: {allowed}, or leave it out")
+    if len(salt.encode()) > MAX_CACHE_SALT_BYTES:
+        raise ValueError(
+            f"{name} has {len(salt.encode())} bytes; allowed: {allowed}; send a hash of it"
+        )
+    if "\0" in salt:
+        raise ValueError(
+            f"{name} has a NUL character at position {salt.index(chr(0))}; allowed: {allowed}"
+        )
+    return salt
 
 
 def _encode_mapping(
@@ -201,8 +252,11 @@ def _encode_mapping(
         if key not in _KEYS:
             hint = f"; {_FOR_CHATS}" if key in _MESSAGE_KEYS else ""
             raise ValueError(f"{name} has the key {shorten(key)}; allowed: {quoted(_KEYS)}{hint}")
-    if not prompt:
-        raise ValueError(f"{name} is empty; allowed: {_ALLOWED}")
+    if "prompt" not in prompt and "prompt_token_ids" not in prompt:
+        what = "has no text and no token ids" if prompt else "is empty"
+        raise ValueError(f"{name} {what}; allowed: {_ALLOWED}")
+    if "cache_salt" in prompt:
+        check_cache_salt(f"{name}['cache_salt']", prompt["cache_salt"])
     text = None
     if "prompt" in prompt:
         text_name = f"{name}['prompt']"

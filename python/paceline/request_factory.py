@@ -13,7 +13,7 @@ from paceline.engine_sampling import check_num_speculative_tokens, engine_argume
 from paceline.grammar import Grammars
 from paceline.limits import MAX_SEED
 from paceline.logprobs import LogprobReader, check_logprobs
-from paceline.prompts import Prompts, encode, list_params, list_prompts
+from paceline.prompts import Prompts, cache_salt_of, encode, list_params, list_prompts
 from paceline.request import Request
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class RequestFactory:
             check_logprobs(param, self._max_logprobs)
             check_num_speculative_tokens(param, self._num_speculative_tokens)
             arguments = engine_arguments(param, self._target)
+            if salt := cache_salt_of(prompt):
+                arguments["cache_salt"] = salt
             if param.structured_outputs is not None:
                 arguments["grammar"] = self.grammars.check(param.structured_outputs)
             checked.append((text, token_ids, param, arguments))

@@ -104,6 +104,7 @@ class RunningLLM(RunningEngine):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Generates the next message of conversations and waits until all are complete.
@@ -128,6 +129,8 @@ class RunningLLM(RunningEngine):
             tools: Functions that the model may call, as dicts in OpenAI's format.
             chat_template_kwargs: More variables for the template, such as {"enable_thinking":
                 False}.
+            cache_salt: The prompts share KV only with prompts of the same salt; None = with those
+                that have none (`docs/prefix-cache.md`).
 
         Returns:
             One `RequestOutput` per conversation, in their order. Its `prompt` is the rendered
@@ -149,7 +152,7 @@ class RunningLLM(RunningEngine):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        prompts = encode_chats(texts, self.target, self.max_model_len)
+        prompts = encode_chats(texts, self.target, self.max_model_len, cache_salt)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(

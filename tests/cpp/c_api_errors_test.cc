@@ -103,6 +103,7 @@ TEST_F(CApiErrors, EverySamplingFieldIsCheckedByItsName) {
   const std::vector<int32_t> ids(9, 1);
   const std::vector<float> values(9, 1);
   const std::vector<size_t> lengths = {0};
+  const std::string long_salt(513, 'a');
   const std::vector<size_t> too_long = {std::numeric_limits<size_t>::max()};
   using Change = std::function<void(paceline_sampling&)>;
   const std::vector<std::pair<Change, const char*>> changes = {
@@ -143,6 +144,7 @@ TEST_F(CApiErrors, EverySamplingFieldIsCheckedByItsName) {
          s.num_bad_words = 1;
        },
        "bad_words_lengths[0] is 18446744073709551615"},
+      {[&](auto& s) { s.cache_salt = long_salt.c_str(); }, "cache_salt has 513 bytes; allowed: at"},
   };
   int64_t id = -1;
   for (const auto& [change, message] : changes) {

@@ -87,6 +87,26 @@ TEST_F(CApi, ARequestGoesOnAfterItsFirstTokens) {
   EXPECT_EQ(run(given).at(0).tokens, std::vector<int32_t>(whole.begin() + 17, whole.end()));
 }
 
+TEST_F(CApi, RequestsOfDifferentSaltsShareNoKv) {
+  open();
+  prompt_.assign(40, 3);
+  paceline_sampling given = sampling();
+  given.temperature = 0;
+  const Output first = run(given).at(0);
+  EXPECT_EQ(first.last.num_cached_tokens, 0);
+  EXPECT_EQ(run(given).at(0).last.num_cached_tokens, 32);
+  for (const std::string& salt : {std::string("a"), std::string("b"), std::string(512, 'b')}) {
+    given.cache_salt = salt.c_str();
+    for (const int32_t num_cached : {0, 32}) {
+      const Output output = run(given).at(0);
+      EXPECT_EQ(output.last.num_cached_tokens, num_cached) << salt;
+      EXPECT_EQ(output.tokens, first.tokens) << salt;
+    }
+  }
+  given.cache_salt = "";
+  EXPECT_EQ(run(given).at(0).last.num_cached_tokens, 32) << "the empty salt is none";
+}
+
 TEST_F(CApi, SamplingArraysReachTheRequest) {
   open();
   const std::vector<int32_t> two = {2};

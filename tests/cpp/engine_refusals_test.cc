@@ -75,6 +75,10 @@ TEST(EngineRefusals, RefusesBadRequests) {
                   {"num_speculative_tokens is 1", "0 to 0", "no drafter"});
   expect_contains(message({.prompt = {1}, .num_speculative_tokens = -2}),
                   {"num_speculative_tokens is -2"});
+  expect_contains(message({.prompt = {1}, .cache_salt = std::string(513, 's')}),
+                  {"cache_salt has 513 bytes", "at most 512"});
+  expect_contains(message({.prompt = {1}, .cache_salt = std::string("ab\0c", 4)}),
+                  {"cache_salt has a NUL character at byte 2"});
   EXPECT_FALSE(executor.cancel(12345));
 }
 

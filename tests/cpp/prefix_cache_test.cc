@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ namespace paceline {
 class PrefixCacheTestPeer {
  public:
   static void change_token(PrefixCache& cache, int32_t node) { ++cache.tokens_[node * 4]; }
+  static void change_salt(PrefixCache& cache, int32_t node) {
+    cache.nodes_[node].salt = std::make_shared<const std::string>("other");
+  }
   static void lose_child(PrefixCache& cache) { cache.nodes_[0].first_child = -1; }
   static void lose_block(PrefixCache& cache, int32_t node) { cache.block(node, 0) = kNullBlock; }
   static void forget_node(PrefixCache& cache, BlockId block) {
@@ -75,16 +79,18 @@ struct Host {
         num_groups(static_cast<int32_t>(layout.groups.size())) {}
 
   // A sequence that computes all tokens but the last and ends.
-  void serve(const std::vector<int32_t>& tokens, Parts parts = Parts::kAll) {
-    SequenceBlocks blocks = start(tokens, parts);
+  void serve(const std::vector<int32_t>& tokens, Parts parts = Parts::kAll,
+             const CacheSalt& salt = nullptr) {
+    SequenceBlocks blocks = start(tokens, parts, salt);
     end(blocks);
   }
-  SequenceBlocks start(const std::vector<int32_t>& tokens, Parts parts = Parts::kAll) {
+  SequenceBlocks start(const std::vector<int32_t>& tokens, Parts parts = Parts::kAll,
+                       const CacheSalt& salt = nullptr) {
     SequenceBlocks blocks(num_groups);
     PrefixCache::Cursor cursor;
     const auto size = static_cast<int32_t>(tokens.size());
     EXPECT_TRUE(blocks.reserve(pool, size, 0, writes));
-    cache.extend(cursor, tokens, size - 1, blocks, parts);
+    cache.extend(cursor, tokens, salt, size - 1, blocks, parts);
     expect_intact();
     return blocks;
   }
@@ -93,8 +99,8 @@ struct Host {
     pool.complete(iteration);
     expect_intact();
   }
-  int32_t found(const std::vector<int32_t>& tokens) {
-    return cache.find(tokens, static_cast<int32_t>(tokens.size()) - 1).num_tokens;
+  int32_t found(const std::vector<int32_t>& tokens, const CacheSalt& salt = nullptr) {
+    return cache.find(tokens, salt, static_cast<int32_t>(tokens.size()) - 1).num_tokens;
   }
   void expect_intact() const {
     EXPECT_EQ(pool.check_integrity(), "");
@@ -124,6 +130,55 @@ TEST(PrefixCache, FindsWholeBlocksOfTheSameTokensFromTheStart) {
   EXPECT_EQ(host.cache.num_nodes(), 5) << "two nodes below a shared path";
 }
 
+CacheSalt salt_of(const char* text) { return std::make_shared<const std::string>(text); }
+
+TEST(PrefixCache, SequencesOfDifferentSaltsShareNothing) {
+  for (const int32_t lookahead : {0, 1}) {
+    Host host(layout_of({full(1, 8)}, 40), lookahead);
+    const std::vector<int32_t> tokens = tokens_from(0, 14);  // three blocks
+    host.serve(tokens, Parts::kAll, salt_of("a"));
+    EXPECT_EQ(host.found(tokens, salt_of("a")), 12) << "an equal salt, not the same object";
+    for (const CacheSalt& other : {CacheSalt(), salt_of(""), salt_of("b"), salt_of("aa")}) {
+      EXPECT_EQ(host.found(tokens, other), 0);
+    }
+    // The same tokens again, in blocks of their own.
+    host.serve(tokens, Parts::kAll, salt_of("b"));
+    host.serve(tokens);
+    EXPECT_EQ(host.cache.num_nodes(), 9);
+    EXPECT_EQ(host.pool.num_cached(0), 9);
+    EXPECT_EQ(host.found(tokens, salt_of("")), 12) << "the empty salt is none";
+    // One tree grows and is evicted without the others.
+    host.serve(tokens_from(0, 18), Parts::kAll, salt_of("b"));
+    EXPECT_EQ(host.found(tokens_from(0, 18), salt_of("b")), 16);
+    EXPECT_EQ(host.found(tokens_from(0, 18), salt_of("a")), 12);
+    Peer::evict(host.cache, 0, 0);  // the first node, of salt a
+    host.expect_intact();
+    EXPECT_EQ(host.found(tokens, salt_of("a")), 0);
+    EXPECT_EQ(host.found(tokens, salt_of("b")), 12);
+    host.cache.clear();
+    host.expect_intact();
+    EXPECT_EQ(host.found(tokens, salt_of("b")), 0);
+  }
+}
+
+// A salt is never compared by its hash alone, nor mixed up with tokens.
+TEST(PrefixCache, ManySaltsOfOnePromptAreKeptApart) {
+  constexpr int32_t kNumSalts = 300;  // the hash table grows
+  Host host(layout_of({full(1, 8)}, 2 * kNumSalts));
+  const std::vector<int32_t> tokens = tokens_from(0, 5);
+  for (int32_t i = 0; i < kNumSalts; ++i) {
+    const CacheSalt salt = salt_of(std::to_string(i).c_str());
+    EXPECT_EQ(host.found(tokens, salt), 0) << i;
+    host.serve(tokens, Parts::kAll, salt);
+    EXPECT_EQ(host.found(tokens, salt), 4) << i;
+  }
+  EXPECT_EQ(host.cache.num_nodes(), kNumSalts);
+  host.pool.reset(host.iteration);
+  host.cache.reset();
+  host.expect_intact();
+  EXPECT_EQ(host.found(tokens, salt_of("7")), 0);
+}
+
 TEST(PrefixCache, WithLookaheadABlockNeedsItsNextToken) {
   Host host(layout_of({full(1, 8)}, 20), /*lookahead=*/1);
   host.serve(tokens_from(0, 14));
@@ -148,7 +203,7 @@ TEST(PrefixCache, SlidingGroupsNeedTheLastWindowOnly) {
   EXPECT_EQ(host.found(tokens_from(0, 25)), 24);
   EXPECT_EQ(host.found(tokens_from(0, 21)), 20);
   EXPECT_EQ(host.found(tokens_from(0, 17)), 8);
-  const PrefixCache::Match match = host.cache.find(tokens_from(0, 25), 24);
+  const PrefixCache::Match match = host.cache.find(tokens_from(0, 25), nullptr, 24);
   const auto& tables = host.cache.blocks_of(match);
   EXPECT_EQ(tables[1][3], kNullBlock);
   EXPECT_NE(tables[1][4], kNullBlock);
@@ -163,7 +218,7 @@ TEST(PrefixCache, AnEvictedBlockTakesWhatFollowsAlong) {
   SequenceBlocks second(2);
   PrefixCache::Cursor cursor;
   ASSERT_TRUE(second.reserve(host.pool, 22, 1, host.writes));
-  host.cache.extend(cursor, longer, 21, second);
+  host.cache.extend(cursor, longer, nullptr, 21, second);
   EXPECT_EQ(host.pool.num_known(0), 5);
   EXPECT_NE(second.table(0)[0], first.table(0)[0]);
   host.end(first);
@@ -176,7 +231,7 @@ TEST(PrefixCache, AnEvictedBlockTakesWhatFollowsAlong) {
   EXPECT_EQ(host.cache.counts(0).evicted_blocks, 2);
   EXPECT_EQ(host.cache.counts(1).evicted_blocks, 2);
   // The sequence that runs adds its own.
-  host.cache.extend(cursor, longer, 21, second);
+  host.cache.extend(cursor, longer, nullptr, 21, second);
   host.expect_intact();
   EXPECT_EQ(host.found(longer), 20);
   host.end(second);
@@ -193,7 +248,7 @@ TEST(PrefixCache, BlocksAreAdoptedFromHoldersQuarantineAndCache) {
     Host host(layout_of({full(1, 8)}, 20));
     SequenceBlocks parent = host.start(tokens);
     const auto adopt = [&](SequenceBlocks& blocks) {
-      blocks.adopt(host.pool, host.cache.blocks_of(host.cache.find(tokens, 13)), 12);
+      blocks.adopt(host.pool, host.cache.blocks_of(host.cache.find(tokens, nullptr, 13)), 12);
       host.expect_intact();
       EXPECT_EQ(host.pool.num_cached(0), 0);
       EXPECT_EQ(blocks.num_held(), 3);
@@ -232,7 +287,7 @@ TEST(PrefixCache, BlocksAreAdoptedFromHoldersQuarantineAndCache) {
 TEST(PrefixCache, BlocksOfTheDrafterMayBeLacking) {
   Host host(layout_of({full(1, 8)}, 40, {full(1, 8)}), /*lookahead=*/0, /*may_lack_drafter=*/true);
   const std::vector<int32_t> tokens = tokens_from(0, 22);  // five blocks
-  const auto find = [&] { return host.cache.find(tokens, 21); };
+  const auto find = [&] { return host.cache.find(tokens, nullptr, 21); };
   host.serve(tokens_from(0, 9));
   host.serve(tokens, Parts::kTarget);
   EXPECT_EQ(find().num_tokens, 20);
@@ -254,7 +309,7 @@ TEST(PrefixCache, BlocksOfTheDrafterMayBeLacking) {
   EXPECT_EQ(host.cache.counts(1).hit_blocks, 2);
   // Once its drafter has caught up, all have them.
   PrefixCache::Cursor cursor = match.drafted_end;
-  host.cache.extend(cursor, tokens, 21, blocks);
+  host.cache.extend(cursor, tokens, nullptr, 21, blocks);
   host.expect_intact();
   EXPECT_EQ(find().num_drafted, 20);
   host.end(blocks);
@@ -299,6 +354,8 @@ TEST(PrefixCache, IntegritySeesWhatIsBroken) {
     EXPECT_NE(text.find(part), std::string::npos) << text;
   };
   has(message([](Host& host, BlockId) { Peer::change_token(host.cache, 2); }), "by its tokens");
+  has(message([](Host& host, BlockId) { Peer::change_salt(host.cache, 1); }), "by its tokens");
+  has(message([](Host& host, BlockId) { Peer::change_salt(host.cache, 2); }), "has a salt");
   has(message([](Host& host, BlockId) { Peer::lose_child(host.cache); }), "among the children");
   has(message([](Host& host, BlockId) { Peer::lose_block(host.cache, 2); }), "lacks its block");
   has(message([](Host& host, BlockId) { Peer::count_node(host.cache); }), "counted");
@@ -314,7 +371,7 @@ TEST(PrefixCache, MisuseIsAnInternalError) {
   EXPECT_THROW(host.pool.return_adopted(0, block), InternalError);
   EXPECT_THROW(host.pool.mark_known(0, block + 1), InternalError);
   host.serve(tokens_from(0, 14));
-  const PrefixCache::Match match = host.cache.find(tokens_from(0, 14), 13);
+  const PrefixCache::Match match = host.cache.find(tokens_from(0, 14), nullptr, 13);
   host.cache.clear();
   EXPECT_THROW((void)host.cache.blocks_of(match), InternalError);
 }

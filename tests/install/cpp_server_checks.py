@@ -44,6 +44,8 @@ MALFORMED: tuple[tuple[str, bytes], ...] = (
     ('logit_bias is "a"; allowed: token ids', b'{"prompt": [1], "logit_bias": {"a": 1}}'),
     ("logit_bias is 1e+200", b'{"prompt": [1], "logit_bias": {"1": 1e200}}'),
     ("bad_words", b'{"prompt": [1], "bad_words": [1]}'),
+    ("cache_salt", b'{"prompt": [1], "cache_salt": ""}'),
+    ("cache_salt", b'{"prompt": [1], "cache_salt": "a\\u0000"}'),
     ("speculative", b'{"prompt": [1], "speculative": {"k": 1}}'),
     ("num_speculative_tokens", b'{"prompt": [1], "speculative": {"num_speculative_tokens": -1}}'),
     ("the field tools is not supported", b'{"prompt": [1], "tools": []}'),

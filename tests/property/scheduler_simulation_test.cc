@@ -122,7 +122,7 @@ TEST(SchedulerSimulation, SeesAndShrinksPlantedFaults) {
        {SimulatedFault::kCompletesEarly, SimulatedFault::kDropsTableWrite,
         SimulatedFault::kDropsBlockCopy, SimulatedFault::kKeepsCancelled,
         SimulatedFault::kAppendsTwice, SimulatedFault::kAdvancesTooFar,
-        SimulatedFault::kNoLookahead, SimulatedFault::kCachesEnd, SimulatedFault::kCachesMissed,
+        SimulatedFault::kIgnoresSalt, SimulatedFault::kNoLookahead, SimulatedFault::kCachesEnd, SimulatedFault::kCachesMissed,
         SimulatedFault::kDropsMissed, SimulatedFault::kDropsPrompt, SimulatedFault::kForgetsLag}) {
     uint64_t seed = 1;
     while (seed < 200 && simulate(make_script(seed), fault).violation.empty()) ++seed;

@@ -37,7 +37,7 @@ def server() -> Iterator[RunningServer]:
     config = demo.speculative_config()
     with (
         LLM(demo.target, speculative_config=config, max_num_seqs=4, max_model_len=1024) as llm,
-        RunningServer(llm, api_key=KEY) as server,
+        RunningServer(llm, api_keys=[KEY]) as server,
     ):
         yield server
         server.wait_until_idle()

@@ -208,3 +208,26 @@ def test_async_and_samples() -> None:
         assert asyncio.run(run(AsyncLLM.from_llm(llm))) == [0, 64]
         # The second samples have forked: twice all but the last token.
         assert llm.stats()["num_cached_tokens"] == 64 + 2 * (len(A) - 1)
+
+
+@pytest.mark.parametrize("case", ["full", "sliding", "eagle3", "draft_model"])
+def test_salts_are_kept_apart_and_change_no_output(
+    case: str, pair_of: Callable[[str], tuple[Path, Path]]
+) -> None:
+    config: dict[str, Any] = {"method": None}
+    if case in TARGETS:
+        path = make(TARGETS[case])
+    else:
+        path, drafter = pair_of(case)
+        config = {"model": str(drafter), "num_speculative_tokens": K, "x": {"adaptive": False}}
+    with LLM(path, speculative_config=config, **ENGINE) as llm:
+        for params, first in zip(PARAMS, (0, 64), strict=True):
+            cached, results = [], []
+            for salt in (None, None, "a", "b", "a", "b", None):
+                prompt: dict[str, Any] = {"prompt_token_ids": A}
+                (output,) = llm.generate(prompt | ({"cache_salt": salt} if salt else {}), params)
+                results.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+                cached.append(output.num_cached_tokens)
+            assert all(one == results[0] for one in results)
+            assert cached == [first, 64, first, first, 64, 64, 64]
+        assert llm._executor.check_integrity() == ""

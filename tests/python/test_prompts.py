@@ -67,6 +67,21 @@ def test_a_list_may_mix_the_forms(llm: LLM) -> None:
         ({"prompt_token_ids": [1, -1]}, ValueError, ("prompt['prompt_token_ids'][1] is",)),
         ({"role": "user", "content": "a"}, ValueError, ("'role'", "chat(messages) takes messages")),
         ({"prompt_token_ids": [1], "prompt": 3}, ValueError, ("prompt['prompt'] is 3",)),
+        ({"cache_salt": "a"}, ValueError, ("prompt has no text and no token ids",)),
+        ({"prompt": "a", "cache_salt": 3}, ValueError, ("prompt['cache_salt'] is 3 (int)",)),
+        ({"prompt": "a", "cache_salt": None}, ValueError, ("prompt['cache_salt'] is None",)),
+        ({"prompt": "a", "cache_salt": ""}, ValueError, ("['cache_salt'] is empty", "leave it")),
+        ({"prompt": "a", "cache_salt": "\ud800"}, ValueError, ("['cache_salt'] has", "surrogate")),
+        (
+            {"prompt": "a", "cache_salt": "ä" * 257},
+            ValueError,
+            ("['cache_salt'] has 514 bytes", "1 to 512", "a hash of it"),
+        ),
+        (
+            {"prompt": "a", "cache_salt": "ab\0"},
+            ValueError,
+            ("['cache_salt'] has a NUL character at position 2",),
+        ),
         (
             {"prompt": "a", "multi_modal_data": None},
             NotImplementedError,
@@ -81,6 +96,8 @@ def test_mappings_that_are_refused(
         llm.generate(prompt, GREEDY)
     with raises(kind, "prompts[1]"):
         llm.generate(["a", prompt], GREEDY)
+    with raises(kind, *parts):
+        llm.logits(prompt)
 
 
 def test_outputs_name_their_request(llm: LLM) -> None:

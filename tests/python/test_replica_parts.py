@@ -145,6 +145,8 @@ def test_blocks_are_named_by_all_tokens_before() -> None:
     assert keys(1, 2, 3, 4, 5, 6, 7, 9)[1] != second
     assert second not in keys(9, 2, 3, 4, 5, 6, 7, 8)
     assert keys(1, 2, 3) == []
+    salted = block_keys((1, 2, 3, 4, 5, 6, 7, 8), BLOCK, "a")
+    assert len({first, second, *salted, *block_keys((1, 2, 3, 4), BLOCK, "b")}) == 5
 
 
 def test_requests_follow_their_prefix_while_the_load_allows_it() -> None:

@@ -456,6 +456,18 @@ def test_a_conversation_stays_on_its_replica(replicas: RunningServer) -> None:
     assert cached[0] == 0 and min(cached[1:]) >= 64
 
 
+def test_replicas_keep_salts_apart(replicas: RunningServer) -> None:
+    wait_until_up(replicas)
+    body = {"prompt": f"y = 2\n{LONG_PROMPT}", "max_tokens": 4, "temperature": 0}
+    results = [
+        replicas.result(COMPLETIONS, body | ({"cache_salt": salt} if salt else {}))
+        for salt in ("", "", "a", "a", "b")
+    ]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in results]
+    assert cached[0] == cached[2] == cached[4] == 0 and min(cached[1], cached[3]) >= 64
+    assert len({one["choices"][0]["text"] for one in results}) == 1
+
+
 def test_a_client_that_goes_away_ends_its_request(replicas: RunningServer) -> None:
     wait_until_up(replicas)
     body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "n": 2, "stream": True}

@@ -73,7 +73,7 @@ def test_a_name_of_another_host_is_refused_without_a_key(server: RunningServer) 
 
 
 def test_the_key_is_needed_everywhere_but_for_health(plain_llm: LLM) -> None:
-    with RunningServer(plain_llm, api_key="secret") as server:
+    with RunningServer(plain_llm, api_keys=["secret"]) as server:
         assert server.ask("/health")[0] == 200
         for path, body in (
             ("/v1/models", None),

@@ -153,6 +153,9 @@ def test_a_process_serves_and_drains() -> None:
     ("arguments", "message"),
     [
         (("--host", "0.0.0.0"), "allowed without an --api-key"),
+        (("--api-key", ""), "--api-key is empty"),
+        (("--api-key", "a b"), "printable ASCII without spaces"),
+        (("--cache-salt-by-key",), "--cache-salt-by-key is given, but no --api-key"),
         (("--port", "70000"), "--port is 70000; allowed: an integer from 0 to 65535"),
         (("--max-num-seqs", "0"), "--max-num-seqs is 0"),
         (("--drain-timeout", "-1"), "--drain-timeout is -1"),

@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -37,7 +37,9 @@ class RunningServer:
         self,
         llm: LLM,
         *,
-        api_key: str | None = None,
+        api_keys: Sequence[str] = (),
+        salts_by_key: bool = False,
+        shows_cached_tokens: bool = True,
         tool_call_parser: str = "auto",
         traces: Traces | None = None,
         **limits: Any,
@@ -48,7 +50,9 @@ class RunningServer:
             self.allm,
             ["served", "alias"],
             limits=Limits(**limits),
-            api_key=api_key,
+            api_keys=api_keys,
+            salts_by_key=salts_by_key,
+            shows_cached_tokens=shows_cached_tokens,
             has_vllm_metrics=True,
             has_access_log=True,
             tool_call_parser=tool_call_parser,

@@ -36,7 +36,8 @@ SimulatedOutput::SimulatedOutput(const SimulatedRequest& request, int32_t sample
   if (request.can_stop && !request.is_score) {
     end_len_ = prompt_len_ + 1 + static_cast<int32_t>(mix(salt_) % request.max_tokens);
   }
-  uint64_t prefix = 1;
+  // KV of another salt counts as KV of other tokens.
+  uint64_t prefix = 1 + mix(static_cast<uint64_t>(request.cache_salt));
   for (int32_t p = 0; p <= limit_; ++p) {
     prefix = mix(prefix + static_cast<uint64_t>(token(p)));
     prefixes_.push_back((prefix | 2) & ~uint64_t{1});

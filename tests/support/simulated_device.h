@@ -41,7 +41,7 @@ class SimulatedOutput {
   SimulatedOutput(const SimulatedRequest& request, int32_t sample);
 
   [[nodiscard]] int32_t token(int32_t position) const;
-  // Of all tokens up to this position: even, as good as unique, and not 0.
+  // Of the salt and all tokens up to this position: even, as good as unique, and not 0.
   [[nodiscard]] uint64_t prefix(int32_t position) const {
     return prefixes_.at(static_cast<size_t>(position));
   }

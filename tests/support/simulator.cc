@@ -133,6 +133,10 @@ class Simulation {
         sequence.prompt_len = request.prompt_len;
         sequence.limit = request.limit();
         sequence.max_drafts = request.max_drafts;
+        if (request.cache_salt != 0 && fault_ != SimulatedFault::kIgnoresSalt) {
+          sequence.cache_salt =
+              std::make_shared<const std::string>(std::to_string(request.cache_salt));
+        }
         for (int32_t p = 0; p < request.prompt_len; ++p) {
           sequence.tokens.push_back(live.output.token(p));
         }

@@ -40,6 +40,7 @@ struct SimulatedRequest {
   int32_t max_drafts = 0;                  // most drafts in a verify window, at most k
   int32_t acceptance = 50;                 // percent: probability of each draft to be right
   uint64_t salt = 0;                       // of its tokens, drafts and stops
+  int32_t cache_salt = 0;                  // of the prefix cache; 0: none
   std::vector<SimulatedSegment> segments;  // the prompt begins with these, by end
 
   [[nodiscard]] int32_t limit() const { return is_score ? prompt_len : prompt_len + max_tokens; }
@@ -76,6 +77,7 @@ enum class SimulatedFault : uint8_t {
   kKeepsCancelled,   // a cancelled sequence keeps its blocks
   kAppendsTwice,     // the last token of a result is read twice
   kAdvancesTooFar,   // blocks leave a window while the next query still sees them
+  kIgnoresSalt,      // the prefix cache is not told the salts of requests
   kNoLookahead,      // the prefix cache ignores the token after a block
   kCachesEnd,        // the prefix cache learns of blocks that the drafter has not reached
   kCachesMissed,     // the same of blocks that the drafter has missed

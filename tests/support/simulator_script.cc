@@ -75,7 +75,8 @@ void make_one_long(Random& random, SimulationScript& script) {
              .max_tokens = random.between(20, 50),
              .max_drafts = longest.max_drafts,
              .acceptance = longest.acceptance,
-             .salt = longest.salt};
+             .salt = longest.salt,
+             .cache_salt = longest.cache_salt};
 }
 
 std::vector<SimulatedRequest> make_requests(Random& random, int32_t num_draft_tokens) {
@@ -148,6 +149,14 @@ void share_prefixes(Random& random, std::vector<SimulatedRequest>& requests) {
   }
 }
 
+// Gives the requests of a third of the scripts salts of the prefix cache, or none.
+void salt_requests(uint64_t seed, std::vector<SimulatedRequest>& requests) {
+  if (mix(seed + 80) % 3 != 0) return;
+  for (SimulatedRequest& request : requests) {
+    request.cache_salt = static_cast<int32_t>(mix(request.salt + 80) % 3);
+  }
+}
+
 // The fewest slabs with which every request fits alone.
 int64_t fewest_slabs(SimulationScript script) {
   for (script.num_slabs = 2;; ++script.num_slabs) {
@@ -194,6 +203,7 @@ std::vector<SimulationScript> smaller(const SimulationScript& script) {
       change([](SimulatedRequest& r) { r.prompt_len = (r.prompt_len + 1) / 2; });
       change([](SimulatedRequest& r) { --r.prompt_len; });
     }
+    if (request.cache_salt != 0) change([](SimulatedRequest& r) { r.cache_salt = 0; });
     if (!request.segments.empty()) change([](SimulatedRequest& r) { r.segments.clear(); });
     if (request.max_tokens > 1) {
       change([](SimulatedRequest& r) { r.max_tokens = (r.max_tokens + 1) / 2; });
@@ -249,6 +259,7 @@ std::string SimulationScript::text() const {
       out << "max_tokens " << r.max_tokens << ", samples " << r.num_samples << ", drafts "
           << r.max_drafts << ", acceptance " << r.acceptance << " %";
     }
+    if (r.cache_salt != 0) out << ", cache salt " << r.cache_salt;
     if (r.has_prompt_logprobs) out << ", prompt logprobs";
     if (r.can_stop) out << ", stops";
     for (const SimulatedSegment& s : r.segments) out << ", to " << s.end << " as " << s.salt % 1000;
@@ -280,6 +291,7 @@ SimulationScript make_script(uint64_t seed) {
   const bool scatters = random.percent(25);
   if (scatters) make_one_long(random, script);
   share_prefixes(random, script.requests);
+  salt_requests(seed, script.requests);
   vary_drafts(script);
   const uint64_t rows = mix(seed + 78);
   if (rows % 3 == 0) script.least_prompt_rows = 1 + static_cast<int32_t>(rows / 3 % 12);

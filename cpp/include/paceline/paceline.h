@@ -134,6 +134,8 @@ typedef struct paceline_sampling {
   // after them as if it had not been interrupted. Less than the prompt and max_tokens; with 1
   // sample
   int32_t num_resumed_tokens;
+  // Null; requests of different salts share no KV. At most 512 bytes; "" is the same as null
+  const char* cache_salt;
 } paceline_sampling;
 
 // Sets *sampling to the defaults. size: sizeof(paceline_sampling).

@@ -101,6 +101,9 @@ struct Request {
   // Number of independent outputs, 1..128. The prompt is prefilled once where possible. Sample i is
   // bit for bit the output of a separate request with seed sampling.seed + i (modulo 2^64).
   int32_t num_samples = 1;
+  // Requests of different salts share no KV: each salt has a prefix cache of its own. At most 512
+  // bytes, none of which is 0; requests with the empty salt share theirs.
+  std::string cache_salt;
 };
 
 // Why a sample ended; kNone while it runs.

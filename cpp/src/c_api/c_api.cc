@@ -391,6 +391,7 @@ paceline_status paceline_add(paceline_engine* engine, const int32_t* token_ids,
     request.num_samples = given.num_samples;
     request.num_speculative_tokens = given.num_speculative_tokens;
     request.num_resumed_tokens = given.num_resumed_tokens;
+    if (given.cache_salt != nullptr) request.cache_salt = given.cache_salt;
     const std::optional<RequestId> id = engine->executor.add_request(std::move(request));
     if (!id.has_value()) {
       return fail(PACELINE_QUEUE_FULL,

@@ -153,6 +153,18 @@ void check_constraints(const Request& request, const RequestBounds& bounds) {
   }
 }
 
+// A salt with a NUL would be another one for C hosts, whose strings end there.
+void check_cache_salt(const std::string& salt) {
+  if (salt.size() > static_cast<size_t>(kMaxCacheSaltBytes)) {
+    throw InvalidArgument(concat("cache_salt has ", salt.size(), " bytes; allowed: at most ",
+                                 kMaxCacheSaltBytes, "; send a hash of it"));
+  }
+  if (const size_t nul = salt.find('\0'); nul != std::string::npos) {
+    throw InvalidArgument(concat("cache_salt has a NUL character at byte ", nul,
+                                 "; allowed: a string without; send a hash of it in hexadecimal"));
+  }
+}
+
 }  // namespace
 
 void check_request(const Request& request, const RequestBounds& bounds) {
@@ -208,6 +220,7 @@ void check_request(const Request& request, const RequestBounds& bounds) {
   check_sampling(request.sampling, bounds.vocab_size);
   check_logprobs(request, bounds.max_logprobs);
   check_resumed(request);
+  check_cache_salt(request.cache_salt);
   check_constraints(request, bounds);
 }
 

@@ -21,6 +21,7 @@ std::unique_ptr<Sequence> sample_like(const Sequence& first, int32_t index) {
   sample->sampling.seed += static_cast<uint64_t>(index);  // modulo 2^64
   sample->sampling.prompt_logprobs = -1;  // sample 0 has them for all, since the prompt is the same
   sample->allowed = first.allowed;
+  sample->cache_salt = first.cache_salt;
   sample->tokens = first.tokens;
   sample->prompt_len = first.prompt_len;
   sample->limit = first.limit;
@@ -44,6 +45,9 @@ DeviceValues allocate_values(Device device, std::vector<int64_t> shape, const ch
 
 Samples make_samples(Request request, const SampleBounds& bounds) {
   auto first = std::make_unique<Sequence>();
+  if (!request.cache_salt.empty()) {
+    first->cache_salt = std::make_shared<const std::string>(std::move(request.cache_salt));
+  }
   first->tokens = std::move(request.prompt);
   // The rest is known output, like that of a preempted sequence.
   first->prompt_len = first->known_len() - request.num_resumed_tokens;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <string_view>
 #include <utility>
 
 #include "base/check.h"
@@ -18,6 +19,10 @@ uint64_t mixed(uint64_t value) {
   value *= 0xd6e8feb86659fd93u;
   value ^= value >> 32;
   return value;
+}
+
+std::string_view text_of(const CacheSalt& salt) {
+  return salt == nullptr ? std::string_view() : std::string_view(*salt);
 }
 
 }  // namespace
@@ -65,34 +70,44 @@ std::span<const int32_t> PrefixCache::key_of(int32_t node) const {
           is_first ? stride : static_cast<size_t>(block_size_)};
 }
 
-uint64_t PrefixCache::hash_of(int32_t parent, std::span<const int32_t> key) const {
+uint64_t PrefixCache::hash_of(int32_t parent, std::span<const int32_t> key,
+                              const CacheSalt& salt) const {
   uint64_t hash = mixed(mixed(hash_seed_ + 0x9e3779b97f4a7c15u) + static_cast<uint64_t>(parent));
+  if (parent == kRoot) {
+    for (const char byte : text_of(salt)) {
+      hash = mixed(hash + static_cast<unsigned char>(byte) + 0x9e3779b97f4a7c15u);
+    }
+  }
   for (const int32_t token : key) {
     hash = mixed(hash + static_cast<uint32_t>(token) + 0x9e3779b97f4a7c15u);
   }
   return hash;
 }
 
-int32_t PrefixCache::child(int32_t parent, std::span<const int32_t> key) const {
-  const uint64_t hash = hash_of(parent, key);
+int32_t PrefixCache::child(int32_t parent, std::span<const int32_t> key,
+                           const CacheSalt& salt) const {
+  const uint64_t hash = hash_of(parent, key, salt);
   int32_t node = buckets_[hash & (buckets_.size() - 1)];
   for (; node != kNone; node = nodes_[static_cast<size_t>(node)].next_in_bucket) {
     const Node& found = nodes_[static_cast<size_t>(node)];
-    if (found.hash == hash && found.parent == parent && std::ranges::equal(key_of(node), key)) {
+    const bool has_salt = parent != kRoot || text_of(found.salt) == text_of(salt);
+    if (found.hash == hash && found.parent == parent && has_salt &&
+        std::ranges::equal(key_of(node), key)) {
       break;
     }
   }
   return node;
 }
 
-PrefixCache::Match PrefixCache::find(std::span<const int32_t> tokens, int32_t max_tokens) {
+PrefixCache::Match PrefixCache::find(std::span<const int32_t> tokens, const CacheSalt& salt,
+                                     int32_t max_tokens) {
   Match match;
   std::fill(runs_.begin(), runs_.end(), 0);
   int32_t node = kRoot;
   bool is_drafted = true;
   for (int32_t depth = 0; (depth + 1) * block_size_ <= max_tokens; ++depth) {
     const std::span<const int32_t> wanted = key(tokens, depth);
-    node = wanted.empty() ? kNone : child(node, wanted);
+    node = wanted.empty() ? kNone : child(node, wanted, salt);
     if (node == kNone) break;
     const int32_t num_tokens = (depth + 1) * block_size_;
     bool is_served = (depth + 1) % nodes_per_hit_ == 0;
@@ -148,16 +163,16 @@ void PrefixCache::count_hit(const SequenceBlocks& blocks, const Match& match) {
   }
 }
 
-void PrefixCache::extend(Cursor& cursor, std::span<const int32_t> tokens, int32_t num_computed,
-                         const SequenceBlocks& blocks, Parts parts) {
+void PrefixCache::extend(Cursor& cursor, std::span<const int32_t> tokens, const CacheSalt& salt,
+                         int32_t num_computed, const SequenceBlocks& blocks, Parts parts) {
   if (!is_current(cursor)) cursor = {};
   int32_t node = cursor.node;
   int32_t depth = nodes_[static_cast<size_t>(node)].depth + 1;
   for (; (depth + 1) * block_size_ <= num_computed; ++depth) {
     const std::span<const int32_t> wanted = key(tokens, depth);
     if (wanted.empty()) break;
-    int32_t next = child(node, wanted);
-    if (next == kNone) next = create(node, wanted);
+    int32_t next = child(node, wanted, salt);
+    if (next == kNone) next = create(node, wanted, salt);
     if (next == kNone) break;
     node = next;
     attach(node, blocks, parts);
@@ -188,7 +203,7 @@ bool PrefixCache::has_blocks(int32_t node) const {
   return false;
 }
 
-int32_t PrefixCache::create(int32_t parent, std::span<const int32_t> key) {
+int32_t PrefixCache::create(int32_t parent, std::span<const int32_t> key, const CacheSalt& salt) {
   if (num_nodes_ >= max_nodes_) return kNone;
   const auto stride = static_cast<size_t>(block_size_ + lookahead_);
   if (first_free_node_ == kNone) {
@@ -209,14 +224,15 @@ int32_t PrefixCache::create(int32_t parent, std::span<const int32_t> key) {
   Node& node = nodes_[static_cast<size_t>(id)];
   first_free_node_ = node.next_in_bucket;
   Node& above = nodes_[static_cast<size_t>(parent)];
-  const uint64_t hash = hash_of(parent, key);
+  const uint64_t hash = hash_of(parent, key, salt);
   int32_t& bucket = buckets_[hash & (buckets_.size() - 1)];
   node = {.parent = parent,
           .depth = above.depth + 1,
           .next_sibling = above.first_child,
           .next_in_bucket = std::exchange(bucket, id),
           .generation = node.generation,
-          .hash = hash};
+          .hash = hash,
+          .salt = parent == kRoot ? salt : nullptr};
   if (above.first_child != kNone) {
     nodes_[static_cast<size_t>(above.first_child)].prev_sibling = id;
   }

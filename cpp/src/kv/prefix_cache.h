@@ -9,6 +9,9 @@
 // and the tokens are compared, so a collision cannot give the KV of other tokens. A node has the
 // block of each group that ends with its tokens.
 //
+// Each salt has a tree of its own: the nodes of depth 0 have the salt beside their tokens, and it is
+// compared like these. So sequences of different salts never share a node, nor a block.
+//
 // With `lookahead` 1 the KV of the drafter at position i depends on token i + 1. The tokens of all
 // nodes are then shifted by one, and a first node has one more: the path to a node of depth d
 // stands for the first (d + 1) * block_size + lookahead tokens, and its blocks hold the KV of the
@@ -25,6 +28,7 @@
 // Host only: handles ids, never memory. Not thread-safe.
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -34,6 +38,9 @@
 #include "wire/blocks.h"
 
 namespace paceline {
+
+// The salt of a sequence, which its samples and nodes share; null is the empty one.
+using CacheSalt = std::shared_ptr<const std::string>;
 
 class PrefixCache {
  public:
@@ -68,7 +75,8 @@ class PrefixCache {
 
   // The longest prefix of `tokens`, of at most max_tokens, that every group can serve, or every
   // group of the target if the drafter's blocks may be lacking.
-  [[nodiscard]] Match find(std::span<const int32_t> tokens, int32_t max_tokens);
+  [[nodiscard]] Match find(std::span<const int32_t> tokens, const CacheSalt& salt,
+                           int32_t max_tokens);
   // The blocks of a match that queries after it see, for SequenceBlocks::adopt: [groups][blocks],
   // kNullBlock where no query sees the block. Valid until the next call.
   [[nodiscard]] const std::vector<std::vector<BlockId>>& blocks_of(const Match& match);
@@ -78,8 +86,8 @@ class PrefixCache {
   // Adds the full blocks among the first `num_computed` tokens of a sequence, whose KV is complete
   // in the groups of `parts`. `cursor` is where its last call with the same parts ended, at first
   // the root or the end of the match that it began with.
-  void extend(Cursor& cursor, std::span<const int32_t> tokens, int32_t num_computed,
-              const SequenceBlocks& blocks, Parts parts = Parts::kAll);
+  void extend(Cursor& cursor, std::span<const int32_t> tokens, const CacheSalt& salt,
+              int32_t num_computed, const SequenceBlocks& blocks, Parts parts = Parts::kAll);
 
   // Forgets everything; the KV of new weights differs. Blocks stay with their holders.
   void clear();
@@ -108,6 +116,7 @@ class PrefixCache {
     int32_t next_in_bucket = kNone;  // or the next free node
     uint32_t generation = 0;
     uint64_t hash = 0;
+    CacheSalt salt;  // of a node of depth 0; null below
   };
   struct Group {
     int32_t nodes_per_block = 1;
@@ -117,9 +126,12 @@ class PrefixCache {
   };
 
   [[nodiscard]] std::span<const int32_t> key(std::span<const int32_t> tokens, int32_t depth) const;
-  [[nodiscard]] uint64_t hash_of(int32_t parent, std::span<const int32_t> key) const;
+  [[nodiscard]] uint64_t hash_of(int32_t parent, std::span<const int32_t> key,
+                                 const CacheSalt& salt) const;
   [[nodiscard]] std::span<const int32_t> key_of(int32_t node) const;
-  [[nodiscard]] int32_t child(int32_t parent, std::span<const int32_t> key) const;
+  // Below the root the path has the salt.
+  [[nodiscard]] int32_t child(int32_t parent, std::span<const int32_t> key,
+                              const CacheSalt& salt) const;
   [[nodiscard]] bool is_current(const Cursor& cursor) const {
     return nodes_[static_cast<size_t>(cursor.node)].generation == cursor.generation;
   }
@@ -131,7 +143,7 @@ class PrefixCache {
   }
   [[nodiscard]] bool has_blocks(int32_t node) const;
   // Returns kNone if the tree is full.
-  int32_t create(int32_t parent, std::span<const int32_t> key);
+  int32_t create(int32_t parent, std::span<const int32_t> key, const CacheSalt& salt);
   void attach(int32_t node, const SequenceBlocks& blocks, Parts parts);
   // Tokens of a match whose blocks a group has.
   [[nodiscard]] int32_t num_served(size_t group, const Match& match) const {

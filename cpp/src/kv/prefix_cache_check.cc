@@ -34,8 +34,11 @@ std::string PrefixCache::check_integrity() const {
                                ? nodes_[static_cast<size_t>(node.prev_sibling)].next_sibling
                                : nodes_[static_cast<size_t>(node.parent)].first_child;
     if (listed != id) return concat("node ", id, " is not among the children of its parent");
-    if (child(node.parent, key_of(id)) != id) {
+    if (child(node.parent, key_of(id), node.salt) != id) {
       return concat("node ", id, " is not found by its tokens");
+    }
+    if (node.depth > 0 && node.salt != nullptr) {
+      return concat("node ", id, " of depth ", node.depth, " has a salt");
     }
     if (node.first_child == kNone && !has_blocks(id)) return concat("node ", id, " is bare");
     for (size_t g = 0; g < groups_.size(); ++g) {

@@ -31,6 +31,7 @@ struct Sequence {
   std::vector<int32_t> hidden_layers;  // see Request
   Phase phase = Phase::kWaiting;
 
+  CacheSalt cache_salt;         // see Request
   std::vector<int32_t> tokens;  // prompt and the output that the host has read
   int32_t prompt_len = 0;
   int32_t limit = 0;       // length of prompt and output at which the request ends

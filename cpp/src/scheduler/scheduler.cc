@@ -447,11 +447,12 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
   }
   if (cache_.has_value() && is_complete) {
     if (launch.is_cacheable || !options_.may_miss_prompts) {
-      cache_->extend(sequence.drafted_to, sequence.tokens, sequence.num_computed, sequence.blocks);
+      cache_->extend(sequence.drafted_to, sequence.tokens, sequence.cache_salt,
+                     sequence.num_computed, sequence.blocks);
       sequence.cached_to = sequence.drafted_to;
     } else {
-      cache_->extend(sequence.cached_to, sequence.tokens, sequence.num_computed, sequence.blocks,
-                     PrefixCache::Parts::kTarget);
+      cache_->extend(sequence.cached_to, sequence.tokens, sequence.cache_salt,
+                     sequence.num_computed, sequence.blocks, PrefixCache::Parts::kTarget);
     }
   }
   if (!is_running) return;

@@ -47,7 +47,7 @@ bool Scheduler::misses_chunk(const PlannedSequence& rows) const {
 }
 
 PrefixCache::Match Scheduler::find_prefix(const Sequence& sequence, int32_t num_tokens) {
-  const PrefixCache::Match match = cache_->find(sequence.tokens, num_tokens);
+  const PrefixCache::Match match = cache_->find(sequence.tokens, sequence.cache_salt, num_tokens);
   return sequence.num_samples > 1 ? match.drafted() : match;
 }
 

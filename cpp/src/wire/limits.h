@@ -17,6 +17,7 @@ inline constexpr int32_t kMaxBadWords = 128;        // bad words of a request
 inline constexpr int32_t kMaxBadWordTokens = 1024;  // tokens of all bad words of a request
 inline constexpr int32_t kMaxLogprobs = 64;         // most probable tokens returned at a position
 inline constexpr int32_t kMaxSamples = 128;         // samples of a request
+inline constexpr int32_t kMaxCacheSaltBytes = 512;  // of the cache_salt of a request
 // Draws are uniform long before this temperature. logit + temperature * g, with g up to 23, stays
 // far from the largest float32.
 inline constexpr double kMaxTemperature = 1e6;

@@ -87,9 +87,21 @@ def _add_server_options(group: Any) -> None:
     )
     group.add_argument(
         "--api-key",
+        nargs="+",
         metavar="KEY",
-        help="what clients must send as a bearer token; better given in PACELINE_API_KEY, which "
-        "other users of the machine do not see (default: none)",
+        help="what clients must send as a bearer token, one of these; better given in "
+        "PACELINE_API_KEY, which other users of the machine do not see (default: none)",
+    )
+    group.add_argument(
+        "--cache-salt-by-key",
+        action="store_true",
+        help="requests share the prefix cache only with those of the same API key (default: off)",
+    )
+    group.add_argument(
+        "--enable-prompt-tokens-details",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="tell clients how many tokens of their prompt the prefix cache had (default: on)",
     )
     group.add_argument(
         "--served-model-name",
@@ -256,6 +268,7 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     words = shlex.split(args.command_line)
     args = read_options(parser, words[words.index("serve") + 1 :], os.environ)
     check_options(args)
+    check_salts(args)
     arguments = llm_arguments(args)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -264,7 +277,7 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     from paceline.server.run import is_loopback, open_socket
 
     with open_socket(args.host, args.port) as opened:
-        if args.api_key is None and not is_loopback(opened):
+        if not args.api_key and not is_loopback(opened):
             raise ValueError(
                 f"--host is {args.host}, which other machines can reach; allowed without an "
                 "--api-key (or PACELINE_API_KEY): 127.0.0.1"
@@ -336,16 +349,30 @@ def check_options(args: argparse.Namespace) -> None:
         allowed = f"seconds from {least:g} to {_MAX_TIMEOUT_S}"
         if not least <= check_finite(option, value, allowed) <= _MAX_TIMEOUT_S:
             raise ValueError(f"{option} is {value:g}; allowed: {allowed}")
-    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
-        raise ValueError("--api-key has other characters than printable ASCII")
-    if args.api_key == "":
-        raise ValueError("--api-key is empty; allowed: a key, or leave it out")
+    for key in args.api_key or ():
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise ValueError("--api-key has other characters than printable ASCII without spaces")
+        if key == "":
+            raise ValueError("--api-key is empty; allowed: a key or several, or leave it out")
     if args.otlp_traces_endpoint is not None:
         from paceline.server.traces import check_endpoint
 
         check_endpoint(args.otlp_traces_endpoint)
     for name in args.served_model_name or ():
         check_text("--served-model-name", name)
+
+
+def check_salts(args: argparse.Namespace) -> None:
+    """Checks that there are keys if they are salts.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if args.cache_salt_by_key and not args.api_key:
+        raise ValueError(
+            "--cache-salt-by-key is given, but no --api-key (or PACELINE_API_KEY); allowed: both, "
+            "or neither"
+        )
 
 
 def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
@@ -362,7 +389,9 @@ def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
             max_body_bytes=args.max_body_bytes,
             read_timeout_s=args.read_timeout,
         ),
-        api_key=args.api_key,
+        api_keys=args.api_key or (),
+        salts_by_key=args.cache_salt_by_key,
+        shows_cached_tokens=args.enable_prompt_tokens_details,
         has_vllm_metrics=args.metrics_compat == "vllm",
         tool_call_parser=args.tool_call_parser,
         has_access_log=args.access_log,

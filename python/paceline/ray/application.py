@@ -19,6 +19,7 @@ from paceline.async_llm import AsyncLLM
 from paceline.checks import shorten
 from paceline.commands.serve import (
     check_options,
+    check_salts,
     llm_arguments,
     make_service,
     parser_of_options,
@@ -134,8 +135,9 @@ class Server:
             max_replicas: The most replicas that it can have.
         """
         # Read here, so that it is in the environment of the servers and nowhere else.
-        args.api_key = args.api_key or os.environ.get("PACELINE_API_KEY")
+        args.api_key = args.api_key or os.environ.get("PACELINE_API_KEY", "").split()
         check_options(args)
+        check_salts(args)
         facts: Facts = await engines.facts.remote()
         logging.getLogger("paceline").setLevel(args.log_level.upper())
         executor = RayExecutor(engines, facts, max_replicas=max_replicas)

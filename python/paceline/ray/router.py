@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import (
@@ -19,8 +20,9 @@ from paceline.replicas.prefixes import PrefixRouter, block_keys
 class PrefixRequestRouter(RequestRouter):
     """Chooses as `paceline serve --replicas` does; see `PrefixRouter`.
 
-    Each handle has a router of its own, which knows the requests of that handle. The first argument
-    of a request is its prompt, a list of token ids; calls without one go to the least busy replica.
+    Each handle has a router of its own, which knows the requests of that handle. The arguments of a
+    request are its prompt, a list of token ids, and a dict with its salt; calls with others go to
+    the least busy replica.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -75,5 +77,8 @@ class PrefixRequestRouter(RequestRouter):
         self._num_open.pop(replica_id, None)
 
     def _keys(self, pending_request: PendingRequest | None) -> list[int]:
-        prompt = pending_request.args[0] if pending_request and pending_request.args else ()
-        return block_keys(prompt, self._block_size) if isinstance(prompt, list) else []
+        args: Sequence[Any] = pending_request.args if pending_request else ()
+        if len(args) != 2 or not isinstance(args[0], list):
+            return []
+        prompt, sampling = args
+        return block_keys(prompt, self._block_size, sampling.get("cache_salt", ""))

@@ -17,13 +17,13 @@ _MIN_SLACK: Final = 2
 _NOTHING: Final[OrderedDict[int, None]] = OrderedDict()
 
 
-def block_keys(tokens: Sequence[int], block_size: int) -> list[int]:
-    """Names the full blocks of a prompt: each by its tokens and all tokens before it.
+def block_keys(tokens: Sequence[int], block_size: int, cache_salt: str = "") -> list[int]:
+    """Names the full blocks of a prompt: each by the salt, its tokens and all tokens before it.
 
     Two blocks may have the same name by accident, which costs a worse choice and nothing else.
     """
     keys: list[int] = []
-    key = 0
+    key = hash(cache_salt)
     for end in range(block_size, len(tokens) + 1, block_size):
         key = hash((key, tuple(tokens[end - block_size : end])))
         keys.append(key)

@@ -144,9 +144,13 @@ class ReplicaSet(RemoteExecutor):
             self._waiting.append(run.id)
             return
         assert self._router is not None
-        keys = block_keys(run.prompt, self._router.block_size)
+        keys = self._keys(run, run.prompt)
         chosen = self._router.choose(keys, {index: one.num_open for index, one in up.items()})
         self._give(self._replicas[int(str(chosen))], run)
+
+    def _keys(self, run: Run, tokens: Sequence[int]) -> list[int]:
+        assert self._router is not None
+        return block_keys(tokens, self._router.block_size, run.sampling.get("cache_salt", ""))
 
     def _give(self, replica: _Replica, run: Run) -> None:
         replica.runs.add(run.id)
@@ -186,7 +190,7 @@ class ReplicaSet(RemoteExecutor):
                 moved.append(run)
         for run in sorted(moved, key=lambda run: run.id):
             self._give(replica, run)
-            self._router.note_chosen(replica.index, block_keys(run.prompt, self._router.block_size))
+            self._router.note_chosen(replica.index, self._keys(run, run.prompt))
 
     def _take(self, replica: _Replica, events: Sequence[EngineEvent]) -> None:
         """Delivers what a replica has sent; the caller holds the lock."""
@@ -204,7 +208,7 @@ class ReplicaSet(RemoteExecutor):
                 replica.num_open -= 1
                 # The next prompt of a conversation begins with the output.
                 tokens = run.request.prompt + sample.tokens
-                self._router.note(replica.index, block_keys(tokens, self._router.block_size))
+                self._router.note(replica.index, self._keys(run, tokens))
                 if self.ledger.run(run.id) is None:
                     replica.runs.discard(run.id)
         self.deliver(taken)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 import paceline
 from paceline.async_stream import ChunkStream
+from paceline.prompts import with_salt
 from paceline.server import tokens
 from paceline.server.bodies import ClientGone, Receive, parse_object
 from paceline.server.connection import (
@@ -34,7 +35,7 @@ from paceline.server.fields import (
     read_completion,
 )
 from paceline.server.generation import Generation
-from paceline.server.guard import GENERATING_PATHS, App, Guard, Scope
+from paceline.server.guard import API_KEY, GENERATING_PATHS, App, Guard, Scope
 from paceline.server.live_page import page
 from paceline.server.metrics import CONTENT_TYPE
 from paceline.server.response_fields import RESPONSE_FIELDS, read_response
@@ -210,13 +211,19 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
     """Returns what answers requests for outputs, by path."""
     allm = service.allm
 
+    def salt_of(request: Request, wishes: Wishes) -> str | None:
+        return service.cache_salt(request.scope.get(API_KEY), wishes.cache_salt)
+
     async def completions(request: Request) -> Response:
         given = parse_object(await request.body())
         call = read_completion(given, service.completion_params, service.check_model)
         # Before anything is made for each of the prompts, of which a body may have a million.
         num_outputs = len(call.prompts) * call.wishes.params.n
         service.admission.check_size(num_outputs, _param_of_outputs(len(call.prompts)))
-        streams = [allm.stream(prompt, call.wishes.params) for prompt in call.prompts]
+        salt = salt_of(request, call.wishes)
+        streams = [
+            allm.stream(with_salt(prompt, salt), call.wishes.params) for prompt in call.prompts
+        ]
         return await _generate(
             service, request, streams, CompletionShape(call.wishes, service.decode)
         )
@@ -225,7 +232,12 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
         given = parse_object(await request.body())
         call = read_response(given, service.chat_params, service.check_model, service.text_format)
         chat = call.chat
-        stream = allm.stream_chat(chat.messages, chat.wishes.params, **chat.template_arguments)
+        stream = allm.stream_chat(
+            chat.messages,
+            chat.wishes.params,
+            cache_salt=salt_of(request, chat.wishes),
+            **chat.template_arguments,
+        )
         run = ResponseRun(
             stream,
             call,
@@ -233,13 +245,19 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
             service.figures,
             request.scope[REQUEST_ID],
             request.scope.get(REQUEST_SPAN),
+            shows_cached_tokens=service.shows_cached_tokens,
         )
         return await _run(service, request, run, chat.wishes, param="input", num_prompts=1)
 
     async def chat_completions(request: Request) -> Response:
         given = parse_object(await request.body())
         call = read_chat(given, service.chat_params, service.check_model, service.text_format)
-        stream = allm.stream_chat(call.messages, call.wishes.params, **call.template_arguments)
+        stream = allm.stream_chat(
+            call.messages,
+            call.wishes.params,
+            cache_salt=salt_of(request, call.wishes),
+            **call.template_arguments,
+        )
         return await _generate(service, request, [stream], ChatShape(call.wishes, call.make_parser))
 
     found = (completions, chat_completions, responses)
@@ -257,6 +275,7 @@ async def _generate(
         service.figures,
         request.scope[REQUEST_ID],
         request.scope.get(REQUEST_SPAN),
+        shows_cached_tokens=service.shows_cached_tokens,
     )
     param = _param_of_outputs(len(streams))
     return await _run(service, request, run, shape.wishes, param=param, num_prompts=len(streams))

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from paceline.checks import check_int, shorten
 from paceline.limits import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
+from paceline.prompts import check_cache_salt
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
@@ -53,6 +54,7 @@ SAMPLING: Final = (
 )
 _COMMON: Final = (
     *SAMPLING,
+    "cache_salt",
     "model",
     "stream",
     "stream_options",
@@ -85,7 +87,6 @@ _LEAVE: Final = "leave it out"
 # By field: what to do instead, and the values that are the same as leaving it out.
 REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "best_of": ("n gives the number of outputs", ()),
-    "cache_salt": ("all requests share the prefix cache; leave it out", ()),
     "guided_decoding_backend": ("llguidance reads all grammars; leave it out", ()),
     "guided_whitespace_pattern": ("structured_outputs has whitespace_pattern", ()),
     "kv_transfer_params": (_LEAVE, ()),
@@ -139,6 +140,7 @@ class Wishes:
         has_continuous_usage: Whether each chunk has the usage so far.
         returns_token_ids: Whether token ids are sent with the text.
         shows_ids: Whether logprobs name tokens "token_id:ID".
+        cache_salt: The prompt shares KV only with prompts of the same salt; None = it has none.
         echoes: Whether the prompt is put before the text.
         is_chat: Whether the prompt is a conversation.
     """
@@ -149,6 +151,7 @@ class Wishes:
     has_continuous_usage: bool
     returns_token_ids: bool
     shows_ids: bool
+    cache_salt: str | None = None
     echoes: bool = False
     is_chat: bool = False
 
@@ -450,6 +453,7 @@ def _wishes(
     take_user(fields)
     return Wishes(
         params=params,
+        cache_salt=take_salt(fields),
         echoes=echoes,
         is_streamed=is_streamed,
         includes_usage=includes_usage,
@@ -477,6 +481,12 @@ def take_user(fields: Fields) -> str | None:
     if user is not None and len(user) > _MAX_USER:
         raise refusal(f"user is too long; allowed: {_MAX_USER} characters", "user")
     return user
+
+
+def take_salt(fields: Fields) -> str | None:
+    """Takes the salt of the prefix cache; None = there is none."""
+    salt = fields.take("cache_salt")
+    return None if salt is None else check_cache_salt("cache_salt", salt)
 
 
 def _prompts(given: Any) -> list[Any]:

@@ -31,6 +31,8 @@ class Generation:
         figures: RequestFigures,
         request_id: str,
         span: RequestSpan | None = None,
+        *,
+        shows_cached_tokens: bool = True,
     ) -> None:
         """Starts nothing.
 
@@ -41,7 +43,9 @@ class Generation:
             figures: Counts the outputs.
             request_id: The end of the response's id.
             span: The request's span; None = it has none.
+            shows_cached_tokens: See `Service`.
         """
+        self._shows_cached_tokens = shows_cached_tokens
         self._span = span
         self._figures = figures
         self._clocks = [figures.clock() for _ in streams]
@@ -86,7 +90,7 @@ class Generation:
                 choices.append({"index": self._choice_index(index, one.index)} | choice)
         response = self._head(self._shape.name) | {
             "choices": choices,
-            "usage": usage_of(outputs),
+            "usage": usage_of(outputs, shows_cached=self._shows_cached_tokens),
             "metrics": metrics_of(outputs),
         }
         if self._wishes.returns_token_ids and len(outputs) == 1:
@@ -137,7 +141,7 @@ class Generation:
             outputs = [output for output in self._outputs if output is not None]
             yield head | {
                 "choices": [],
-                "usage": usage_of(outputs),
+                "usage": usage_of(outputs, shows_cached=self._shows_cached_tokens),
                 "metrics": metrics_of(outputs),
             }
 

@@ -24,6 +24,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_HEADER_BYTES: Final = 16 * 2**10
 # Need no key: a supervisor polls the first, and the page asks for the key itself.
 _OPEN_PATHS: Final = ("/health", "/")
+#: The key of a request's API key in its ASGI scope; without a key on the server there is none.
+API_KEY: Final = "paceline.api_key"
 # These hold outputs, so they are refused while the server is full, before their body is read.
 GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 # Responses are counted by these routes; all others count as "other".
@@ -109,7 +111,7 @@ class Guard:
             )
         if path in _OPEN_PATHS:
             return
-        self._check_key(headers)
+        self._check_key(scope, headers)
         if scope["method"] != "POST":
             return
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -127,13 +129,18 @@ class Guard:
                 raise ApiError(503, "the server is about to end; send the request to another one")
             self._service.admission.check()
 
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        key = self._service.api_key
-        if key is None:
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Checks the request's API key and notes it in its scope."""
+        keys = self._service.api_keys
+        if not keys:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not secrets.compare_digest(given, key.encode()):
+        # Compares with all, so that the time does not tell which one is alike.
+        found = [key for key in keys if secrets.compare_digest(given, key.encode())]
+        if scheme.lower() == b"bearer" and found:
+            scope[API_KEY] = found[0]
+        else:
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'",

@@ -20,6 +20,7 @@ from paceline.server.fields import (
     Wishes,
     check_conversation,
     choose_parser,
+    take_salt,
     take_speculative,
     take_tools,
     take_user,
@@ -33,6 +34,7 @@ _SAMPLING: Final = tuple(name for name in SAMPLING if name not in ("n", "max_tok
 _STRUCTURED: Final = tuple(name for name in STRUCTURED_FIELDS if name != "response_format")
 RESPONSE_FIELDS: Final = (
     *_SAMPLING,
+    "cache_salt",
     "model",
     "input",
     "instructions",
@@ -60,7 +62,7 @@ _REFUSED: Final = {name: REFUSED[name] for name in REFUSED if name != "metadata"
     "n": ("a response has one output; send several requests", (1,)),
     "previous_response_id": (_STORES, ()),
     "prompt": ("there are no stored prompts; send input", ()),
-    "prompt_cache_key": ("leave it out", ()),
+    "prompt_cache_key": ("prompts share KV by their tokens and cache_salt; leave it out", ()),
     "reasoning": (
         "give chat_template_kwargs, such as {'reasoning_effort': 'low'}, if the template reads it",
         ({}, {"effort": None}, {"effort": None, "summary": None}),
@@ -140,7 +142,9 @@ def read_response(
         "metadata": metadata,
         "user": take_user(fields),
     }
-    wishes = Wishes(params, fields.take_bool("stream"), True, False, False, False)
+    wishes = Wishes(
+        params, fields.take_bool("stream"), True, False, False, False, cache_salt=take_salt(fields)
+    )
     fields.finish(RESPONSE_FIELDS, _REFUSED)
     return ResponseCall(
         ChatCall(check_conversation(messages, "input"), arguments, make_parser, wishes), shown

@@ -35,6 +35,8 @@ class ResponseRun:
         figures: RequestFigures,
         request_id: str,
         span: RequestSpan | None = None,
+        *,
+        shows_cached_tokens: bool = True,
     ) -> None:
         """Starts nothing.
 
@@ -45,7 +47,9 @@ class ResponseRun:
             figures: Counts the output.
             request_id: The end of the response's id.
             span: The request's span; None = it has none.
+            shows_cached_tokens: See `Service`.
         """
+        self._shows_cached_tokens = shows_cached_tokens
         self._span = span
         self._stream = stream
         self._figures = figures
@@ -142,17 +146,19 @@ class ResponseRun:
         (one,) = self._output.outputs
         is_cut = one.finish_reason == "length"
         num_input, num_output = len(self._output.prompt_token_ids), len(one.token_ids)
+        usage: dict[str, Any] = {
+            "input_tokens": num_input,
+            "output_tokens": num_output,
+            "total_tokens": num_input + num_output,
+        }
+        if self._shows_cached_tokens:
+            usage["input_tokens_details"] = {"cached_tokens": self._output.num_cached_tokens}
         return self._head | {
             "status": "incomplete" if is_cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items.made,
-            "usage": {
-                "input_tokens": num_input,
-                "input_tokens_details": {"cached_tokens": self._output.num_cached_tokens},
-                "output_tokens": num_output,
-                "total_tokens": num_input + num_output,
-            },
+            "usage": usage,
             "metrics": metrics_of([self._output]),
         }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import hmac
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +55,7 @@ class Service:
         allm: Runs requests.
         names: The names of the model; responses have the first.
         limits: The limits of the server.
-        api_key: What clients must send; None = nothing.
+        api_keys: What clients must send, one of these; empty = nothing.
         admission: Counts the outputs.
         completion_params: The sampling parameters of completions that have none.
         chat_params: Those of chats.
@@ -63,6 +65,8 @@ class Service:
         chat_templates: Render conversations.
         text_format: How the model writes reasoning and calls; None = unknown.
         has_access_log: Whether each request is logged.
+        shows_cached_tokens: Whether the usage says how many prompt tokens came from the prefix
+            cache.
         traces: Begins the spans of requests; None = there are none.
         created: When the server started, in seconds since 1970.
         is_draining: Whether the server ends once all requests have ended.
@@ -74,7 +78,9 @@ class Service:
         names: Sequence[str],
         *,
         limits: Limits | None = None,
-        api_key: str | None = None,
+        api_keys: Sequence[str] = (),
+        salts_by_key: bool = False,
+        shows_cached_tokens: bool = True,
         has_vllm_metrics: bool = False,
         tool_call_parser: str = "auto",
         has_access_log: bool = False,
@@ -86,7 +92,9 @@ class Service:
             allm: The model.
             names: See the class.
             limits: See the class; None = the defaults.
-            api_key: See the class.
+            api_keys: See the class.
+            salts_by_key: Whether requests of different API keys share no KV.
+            shows_cached_tokens: See the class.
             has_vllm_metrics: Whether /metrics has vLLM's names too.
             tool_call_parser: A name of `FORMATS`, "none", or "auto": as the chat template tells.
             has_access_log: See the class.
@@ -99,7 +107,9 @@ class Service:
         self.allm = allm
         self.names = tuple(names)
         self.limits = limits or Limits()
-        self.api_key = api_key
+        self.api_keys = tuple(api_keys)
+        self.shows_cached_tokens = shows_cached_tokens
+        self._salts_by_key = salts_by_key
         executor: object = internals(llm).dispatcher.executor
         self.replicas = executor if isinstance(executor, RemoteExecutor) else None
         self.num_replicas = 1 if self.replicas is None else self.replicas.num_replicas
@@ -136,6 +146,18 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def cache_salt(self, api_key: str | None, given: str | None) -> str | None:
+        """Returns the salt of a request; None = it has none.
+
+        Args:
+            api_key: Its key; None = it has none.
+            given: The field cache_salt.
+        """
+        if not self._salts_by_key or api_key is None:
+            return given
+        # No client can give a salt that is another key's, and the engine does not see the key.
+        return hmac.new(api_key.encode(), (given or "").encode(), hashlib.sha256).hexdigest()
 
     def check_running(self) -> None:
         """Raises RuntimeError, or the engine's error, if no request can run."""

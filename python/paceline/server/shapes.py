@@ -311,12 +311,14 @@ def usage(num_prompt: int, num_output: int) -> dict[str, Any]:
     }
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Sums the usage of the prompts of a request."""
+def usage_of(outputs: Sequence[RequestOutput], *, shows_cached: bool = True) -> dict[str, Any]:
+    """Sums the usage of the prompts of a request, with the cached tokens or without."""
     so_far = usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(one.token_ids) for output in outputs for one in output.outputs),
     )
+    if not shows_cached:
+        return so_far
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return so_far | {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
