@@ -490,13 +490,47 @@ def test_without_replicas_requests_are_refused_until_one_is_back(
     for replica in executor._replicas:
         assert replica.process is not None
         replica.process.kill()
-    wait_for(lambda: replicas.ask("/health")[0] == 503)
+    wait_for(lambda: "no replica runs" in str(replicas.ask("/health")[1]))
+    assert replicas.ask("/health")[0] == 503
     status, answer = replicas.ask(COMPLETIONS, {"prompt": PROMPT})
     assert status == 503
     assert "no replica runs" in answer["error"]["message"]
     monkeypatch.setattr(executor, "_arguments", whole)
     wait_until_up(replicas)
     replicas.result(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2})
+
+
+def test_health_is_503_while_every_replica_starts(
+    replicas: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A balancer sends requests to another server meanwhile; those that come anyway wait."""
+    wait_until_up(replicas)
+    executor = executor_of(replicas)
+    may_start = threading.Event()
+    spawn = executor._spawn
+
+    def spawn_later(replica: Any) -> Any:
+        assert may_start.wait(TIMEOUT_S)
+        return spawn(replica)
+
+    monkeypatch.setattr(executor, "_spawn", spawn_later)
+    for replica in executor._replicas:
+        assert replica.process is not None
+        replica.process.kill()
+    wait_for(lambda: all(one["state"] == "starting" for one in executor.replica_states()))
+    status, answer = replicas.ask("/health")
+    assert status == 503 and answer["status"] == "starting"
+    assert [one["state"] for one in answer["replicas"]] == ["starting", "starting"]
+    assert "no replica is up" in answer["error"]["message"]
+    asked: list[Any] = []
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    asking = threading.Thread(target=lambda: asked.append(replicas.ask(COMPLETIONS, body)[0]))
+    asking.start()
+    may_start.set()
+    asking.join(TIMEOUT_S)
+    assert asked == [200]
+    wait_until_up(replicas)
+    assert replicas.result("/health")["status"] == "ok"
 
 
 def test_a_model_that_does_not_load_ends_the_start() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from paceline import LLM, DeviceError
 from paceline.request import Request
-from paceline.server.run import _Corked
+from paceline.server.protocol import Corked
 from running_server import JSON, RunningServer, read_events
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -307,7 +307,7 @@ def test_what_is_written_in_one_turn_of_the_loop_is_sent_at_once() -> None:
 
     async def main() -> None:
         transport = Transport()
-        corked = _Corked(transport, asyncio.get_running_loop())
+        corked = Corked(transport, asyncio.get_running_loop())
         corked.write(b"a")
         corked.write(b"b")
         assert transport.sent == [] and not corked.is_closing()

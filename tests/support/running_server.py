@@ -15,8 +15,9 @@ from typing import Any
 
 from paceline import LLM, AsyncLLM
 from paceline.demo import find_demo
-from paceline.server.run import Server, open_socket
+from paceline.server.run import Server
 from paceline.server.service import Limits, Service
+from paceline.server.sockets import open_socket
 from paceline.server.traces import Traces
 
 TIMEOUT_S = 30

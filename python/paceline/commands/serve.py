@@ -137,6 +137,14 @@ def _add_server_options(group: Any) -> None:
         help="largest body of a request in bytes, N >= 1024 (default: 8388608)",
     )
     group.add_argument(
+        "--max-connections",
+        type=integer,
+        metavar="N",
+        help="connections that may be open, N >= 1; for a new one beyond them, the one that has "
+        "waited longest for its client is closed (default: 4096, or the limit of open files less "
+        "256, whichever is smaller)",
+    )
+    group.add_argument(
         "--read-timeout",
         type=number,
         default=30.0,
@@ -273,9 +281,16 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its lines repeat ours
-    from paceline.server.run import is_loopback, open_socket
+    # Its lines repeat ours, and its warnings, one for each malformed request, could fill a disk.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    from paceline.server.sockets import (
+        is_loopback,
+        max_connections,
+        open_socket,
+        raise_file_limit,
+    )
 
+    args.max_connections = max_connections(args.max_connections, raise_file_limit())
     with open_socket(args.host, args.port) as opened:
         if not args.api_key and not is_loopback(opened):
             raise ValueError(
@@ -377,7 +392,7 @@ def check_salts(args: argparse.Namespace) -> None:
 
 def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
     """Makes what is served of the options and a model that is loaded."""
-    from paceline.server.service import Limits, Service
+    from paceline.server.service import DEFAULT_MAX_CONNECTIONS, Limits, Service
     from paceline.server.traces import open_traces
 
     endpoint = args.otlp_traces_endpoint
@@ -388,6 +403,7 @@ def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
             max_queue=args.max_queue,
             max_body_bytes=args.max_body_bytes,
             read_timeout_s=args.read_timeout,
+            max_connections=args.max_connections or DEFAULT_MAX_CONNECTIONS,
         ),
         api_keys=args.api_key or (),
         salts_by_key=args.cache_salt_by_key,

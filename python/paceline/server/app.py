@@ -141,7 +141,12 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the server is about to end")
         service.check_running()
         described = service.health()
-        return Response() if described is None else JsonResponse(described)
+        if described is None:
+            return Response()
+        if described["status"] == "starting":
+            error = ApiError(503, "no replica is up; requests wait until one has started")
+            return JsonResponse(error.body() | described, status_code=error.status)
+        return JsonResponse(described)
 
     @route("GET", "/metrics")
     async def metrics(_: Request) -> Response:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
-import ipaddress
 import logging
 import signal
 import socket
@@ -15,52 +14,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.server.app import make_app
 from paceline.server.guard import MAX_HEADER_BYTES
+from paceline.server.protocol import protocol_class
 from paceline.server.service import Service
+from paceline.server.sockets import Acceptor, Connections
 
 _logger = logging.getLogger("paceline")
 
 # After the requests that drain have been cut off: time to send them the error.
 _LAST_WORDS_S: Final = 5
-
-
-def open_socket(host: str, port: int) -> socket.socket:
-    """Takes an address, without listening there yet.
-
-    Args:
-        host: A name or an address.
-        port: 0 = any free port.
-
-    Returns:
-        The bound socket.
-
-    Raises:
-        ValueError: The address cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host is {host!r}: {error}; allowed: a name or an address") from None
-    opened = socket.socket(family, kind, protocol)
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(address)
-    except OSError as error:
-        opened.close()
-        raise ValueError(
-            f"{host}:{port} cannot be used: {error.strerror}; choose another --host or --port"
-        ) from None
-    return opened
-
-
-def is_loopback(opened: socket.socket) -> bool:
-    """Whether only this machine can reach a socket."""
-    return ipaddress.ip_address(opened.getsockname()[0].partition("%")[0]).is_loopback
 
 
 class Server:
@@ -86,9 +50,10 @@ class Server:
         self._socket = opened
         self._drain_timeout_s = drain_timeout_s
         self._cut_off: asyncio.TimerHandle | None = None
+        connections = Connections(service.limits.max_connections)
         config = uvicorn.Config(
             make_app(service),
-            http=_protocol_class(service.limits.read_timeout_s),
+            http=protocol_class(connections, service.limits.read_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -99,7 +64,7 @@ class Server:
             timeout_graceful_shutdown=int(drain_timeout_s) + 1 + _LAST_WORDS_S,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
-        self._uvicorn = _Uvicorn(config, on_ready)
+        self._uvicorn = _Uvicorn(config, connections, on_ready)
 
     def run(self, *, handles_signals: bool) -> None:
         """Serves until `stop` is called or, with `handles_signals`, for SIGTERM or SIGINT."""
@@ -154,76 +119,36 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Handles no signals, and says when it accepts connections."""
+    """Handles no signals, accepts connections itself, and says when it does."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
         self._on_ready = on_ready
+        self._acceptors: list[Acceptor] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        # Without sockets it listens nowhere: asyncio's own way of accepting knows no limit, and
+        # tries again for ever when there are no more file descriptors.
+        await super().startup([])
+        for listener in sockets or ():
+            self._acceptors.append(Acceptor(listener, self._connections, self._make_protocol))
         self._on_ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
 
-class _Corked:
-    """A transport that sends what is written in one turn of the event loop at once: the parts of a
-    response come one by one, and each would be a packet and a call of the system."""
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._parts: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def _flush(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts and not self._transport.is_closing():
-            self._transport.write(b"".join(parts))
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-
-def _protocol_class(read_timeout_s: float) -> type[asyncio.Protocol]:
-    """A protocol that closes connections on which the headers of a request take too long."""
-
-    class Protocol(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            corked: Any = _Corked(transport, self.loop)
-            super().connection_made(corked)
-            self._wait_for_headers()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._wait_for_headers()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
-
-        def _wait_for_headers(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_waiting()  # a request has begun; `read_body` limits the rest of it
-            elif self._timer is None and not self.transport.is_closing():
-                self._timer = self.loop.call_later(read_timeout_s, self.transport.close)
-
-        def _stop_waiting(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-    return Protocol
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol

@@ -29,6 +29,7 @@ _T = TypeVar("_T")
 
 DEFAULT_MAX_BODY_BYTES: Final = 8 * 2**20
 DEFAULT_READ_TIMEOUT_S: Final = 30.0
+DEFAULT_MAX_CONNECTIONS: Final = 4096
 #: --max-queue is this many times --max-num-seqs unless it is given.
 QUEUE_FACTOR: Final = 4
 
@@ -41,11 +42,13 @@ class Limits:
         max_queue: Outputs that may wait while `max_num_seqs` run; None = QUEUE_FACTOR times that.
         max_body_bytes: Largest body of a request.
         read_timeout_s: Longest time for the headers, and for the body, of a request.
+        max_connections: Connections that may be open.
     """
 
     max_queue: int | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     read_timeout_s: float = DEFAULT_READ_TIMEOUT_S
+    max_connections: int = DEFAULT_MAX_CONNECTIONS
 
 
 class Service:
@@ -166,12 +169,14 @@ class Service:
             self.replicas.check_running()
 
     def health(self) -> dict[str, Any] | None:
-        """Describes the replicas; None without any."""
+        """Describes the replicas; None without any. Its "status" is "ok", "degraded" if some of
+        them are not up, or "starting" if none can take a request until it has started."""
         if self.replicas is None:
             return None
         states = self.replicas.replica_states()
-        is_whole = all(one["state"] == "up" for one in states)
-        return {"status": "ok" if is_whole else "degraded", "replicas": states}
+        are_up = [one["state"] == "up" for one in states]
+        status = "ok" if all(are_up) else "degraded" if any(are_up) else "starting"
+        return {"status": status, "replicas": states}
 
     def decode(self, token_ids: list[int]) -> str:
         """Converts token ids to text; ValueError without a tokenizer."""
