@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
-from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2 import Template, TemplateError, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -59,6 +59,11 @@ def compile_template(text: str) -> Template:
         Exception: Anything else that a hostile template provokes.
     """
     return _environment().from_string(text)
+
+
+def find_variables(text: str) -> set[str]:
+    """Finds the names of the variables that a template reads; for errors see `compile_template`."""
+    return meta.find_undeclared_variables(_environment().parse(text))
 
 
 def render(template: Template, variables: Mapping[str, Any], max_steps: int = MAX_STEPS) -> str:

@@ -147,6 +147,16 @@ class ChatTemplates:
         except ValueError:
             return None
 
+    def find_variables(self, *, has_tools: bool = False) -> set[str]:
+        """Returns the names of the variables that the template of `render` reads; none without a
+        template, or with one that is not valid."""
+        from paceline.chat_sandbox import find_variables
+
+        try:
+            return find_variables(self._choose(None, has_tools=has_tools)[1])
+        except Exception:  # of any kind: `render` tells it
+            return set()
+
     # ---- files ---------------------------------------------------------------------------------
 
     def _choose(self, given: str | os.PathLike[str] | None, *, has_tools: bool) -> tuple[str, str]:

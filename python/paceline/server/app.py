@@ -235,7 +235,13 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
 
     async def responses(request: Request) -> Response:
         given = parse_object(await request.body())
-        call = read_response(given, service.chat_params, service.check_model, service.text_format)
+        call = read_response(
+            given,
+            service.chat_params,
+            service.check_model,
+            service.text_format,
+            service.thinking,
+        )
         chat = call.chat
         stream = allm.stream_chat(
             chat.messages,
@@ -256,7 +262,13 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
 
     async def chat_completions(request: Request) -> Response:
         given = parse_object(await request.body())
-        call = read_chat(given, service.chat_params, service.check_model, service.text_format)
+        call = read_chat(
+            given,
+            service.chat_params,
+            service.check_model,
+            service.text_format,
+            service.thinking,
+        )
         stream = allm.stream_chat(
             call.messages,
             call.wishes.params,

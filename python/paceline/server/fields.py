@@ -11,23 +11,24 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from paceline.checks import check_int, shorten
-from paceline.limits import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
+from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from paceline.prompts import check_cache_salt
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
 from paceline.server.formats import FORMATS, Format, Parser
+from paceline.server.no_effect import NO_EFFECT, take_no_effect
 from paceline.server.structured import (
     STRUCTURED_FIELDS,
     calls_grammar,
     in_format,
     take_structured,
 )
+from paceline.server.thinking import Thinking, with_effort
 from paceline.server.tools import check_tool_calls, check_tools, chosen_tools
 from paceline.structured_outputs import StructuredOutputsParams
 
 MAX_MESSAGES: Final = 4096
-_MAX_USER: Final = 512
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 # The names of `SamplingParams` that mean the same here.
@@ -65,7 +66,8 @@ _COMMON: Final = (
     "return_token_sources",
     "return_tokens_as_token_ids",
     "speculative",
-    "user",
+    "best_of",
+    *NO_EFFECT,
     *STRUCTURED_FIELDS,
 )
 COMPLETION_FIELDS: Final = (*_COMMON, "prompt", "echo")
@@ -80,21 +82,20 @@ CHAT_FIELDS: Final = (
     "tools",
     "tool_choice",
     "parallel_tool_calls",
+    "reasoning_effort",
+    "verbosity",
 )
 
 _BEAMS: Final = "there is no beam search; leave it out"
 _LEAVE: Final = "leave it out"
 # By field: what to do instead, and the values that are the same as leaving it out.
 REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "best_of": ("n gives the number of outputs", ()),
     "guided_decoding_backend": ("llguidance reads all grammars; leave it out", ()),
     "guided_whitespace_pattern": ("structured_outputs has whitespace_pattern", ()),
     "kv_transfer_params": (_LEAVE, ()),
     "length_penalty": (_BEAMS, (1.0, 1)),
     "logits_processors": ("logit_bias, bad_words and allowed_token_ids change logits", ()),
-    "metadata": ("the server stores nothing; leave it out", ()),
     "priority": ("requests run in the order in which they arrive; leave it out", (0,)),
-    "service_tier": (_LEAVE, ("auto", "default")),
     "store": ("the server stores nothing; leave it out", (False,)),
     "truncate_prompt_tokens": ("shorten the prompt itself", ()),
     "use_beam_search": (_BEAMS, (False,)),
@@ -115,16 +116,11 @@ _REFUSED_IN_CHATS: Final = REFUSED | {
     "echo": ("put the prompt before the text yourself", (False,)),
     "function_call": (_TOOLS, ("none",)),
     "functions": (_TOOLS, ()),
-    "include_reasoning": ("the output is text as the model writes it; leave it out", ()),
+    "include_reasoning": ("the reasoning is sent in any case; leave it out", (True,)),
     "mm_processor_kwargs": ("models read text only", ()),
     "modalities": ("models write text only", (["text"],)),
     "prediction": ("the server's --speculative-config names the drafter; leave it out", ()),
     "prompt": ("send it to /v1/completions", ()),
-    "reasoning_effort": (
-        "give chat_template_kwargs, such as {'reasoning_effort': 'low'}, if the template reads it",
-        (),
-    ),
-    "verbosity": (_LEAVE, ()),
     "web_search_options": (_LEAVE, ()),
 }
 
@@ -230,6 +226,7 @@ def read_chat(
     default: SamplingParams,
     check_model: Callable[[str | None], None],
     text_format: Format | None,
+    thinking: Thinking,
 ) -> ChatCall:
     """Reads the body of a request to /v1/chat/completions.
 
@@ -238,6 +235,7 @@ def read_chat(
         default: As for `read_completion`.
         check_model: As for `read_completion`.
         text_format: How the model writes reasoning and calls; None = unknown.
+        thinking: How the model's thinking is chosen.
 
     Raises:
         ApiError: As for `read_completion`.
@@ -246,6 +244,10 @@ def read_chat(
     fields = Fields(given)
     check_model(fields.take_text("model"))
     messages, arguments = take_conversation(fields)
+    arguments["chat_template_kwargs"] = with_effort(
+        arguments["chat_template_kwargs"], fields.take("reasoning_effort"), thinking
+    )
+    take_no_effect(fields, ("verbosity",))
     tools, calls = take_tools(fields, text_format)
     arguments["tools"] = tools
     default = with_structure(default, take_structured(fields), calls, text_format, tools=tools)
@@ -449,8 +451,18 @@ def _wishes(
     with inside("stream_options"):
         has_continuous_usage = shown.take_bool("continuous_usage_stats")
         includes_usage = shown.take_bool("include_usage")
-        shown.finish(("include_usage", "continuous_usage_stats"), {})
-    take_user(fields)
+        shown.finish(
+            ("include_usage", "continuous_usage_stats"),
+            {"include_obfuscation": ("events are sent without padding; leave it out", (False,))},
+        )
+    take_no_effect(fields)
+    best = fields.take("best_of")
+    if best is not None and check_int("best_of", best, 1, MAX_INT) != params.n:
+        raise refusal(
+            f"best_of is {best} and n is {params.n}; allowed: the same, since a request gets all "
+            "of its outputs",
+            "best_of",
+        )
     return Wishes(
         params=params,
         cache_salt=take_salt(fields),
@@ -473,14 +485,6 @@ def take_speculative(fields: Fields) -> int | None:
             most = check_int("num_speculative_tokens", most, 0, MAX_SPECULATIVE_TOKENS)
         given.finish(("enabled", "num_speculative_tokens"), {})
     return most if is_enabled else 0
-
-
-def take_user(fields: Fields) -> str | None:
-    """Takes the name of a user, which has no effect."""
-    user = fields.take_text("user")
-    if user is not None and len(user) > _MAX_USER:
-        raise refusal(f"user is too long; allowed: {_MAX_USER} characters", "user")
-    return user
 
 
 def take_salt(fields: Fields) -> str | None:

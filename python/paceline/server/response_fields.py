@@ -10,7 +10,7 @@ from typing import Any, Final
 from paceline.checks import check_int, check_text, shorten
 from paceline.limits import MAX_INT
 from paceline.sampling import SamplingParams
-from paceline.server.bodies import Fields
+from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
 from paceline.server.fields import (
     REFUSED,
@@ -23,11 +23,12 @@ from paceline.server.fields import (
     take_salt,
     take_speculative,
     take_tools,
-    take_user,
     with_structure,
 )
 from paceline.server.formats import Format
+from paceline.server.no_effect import NO_EFFECT, take_no_effect
 from paceline.server.structured import STRUCTURED_FIELDS, params_of_format, take_structured
+from paceline.server.thinking import Thinking, with_effort
 
 # Outputs of a response have one choice, and its length another name.
 _SAMPLING: Final = tuple(name for name in SAMPLING if name not in ("n", "max_tokens"))
@@ -45,14 +46,14 @@ RESPONSE_FIELDS: Final = (
     "tool_choice",
     "parallel_tool_calls",
     "chat_template_kwargs",
-    "metadata",
+    "reasoning",
     "speculative",
     "text",
-    "user",
+    *NO_EFFECT,
     *_STRUCTURED,
 )
 _STORES: Final = "the server stores nothing; send the whole conversation in input"
-_REFUSED: Final = {name: REFUSED[name] for name in REFUSED if name != "metadata"} | {
+_REFUSED: Final = REFUSED | {
     "background": ("a response is made while its client waits", (False,)),
     "conversation": (_STORES, ()),
     "include": ("there is nothing to include", ([],)),
@@ -62,12 +63,7 @@ _REFUSED: Final = {name: REFUSED[name] for name in REFUSED if name != "metadata"
     "n": ("a response has one output; send several requests", (1,)),
     "previous_response_id": (_STORES, ()),
     "prompt": ("there are no stored prompts; send input", ()),
-    "prompt_cache_key": ("prompts share KV by their tokens and cache_salt; leave it out", ()),
-    "reasoning": (
-        "give chat_template_kwargs, such as {'reasoning_effort': 'low'}, if the template reads it",
-        ({}, {"effort": None}, {"effort": None, "summary": None}),
-    ),
-    "safety_identifier": ("leave it out", ()),
+    "reasoning_effort": ("the name is reasoning.effort", ()),
     "stream_options": ("a stream has its usage in any case; leave it out", ({},)),
     "response_format": ("the name is text.format", ()),
     "top_logprobs": ("/v1/chat/completions has logprobs", (0,)),
@@ -94,6 +90,7 @@ def read_response(
     default: SamplingParams,
     check_model: Callable[[str | None], None],
     text_format: Format | None,
+    thinking: Thinking,
 ) -> ResponseCall:
     """Reads the body of a request to /v1/responses; see `fields.read_chat`."""
     fields = Fields(given)
@@ -109,7 +106,10 @@ def read_response(
     structured = take_structured(fields, _STRUCTURED)
     text = Fields(fields.take_object("text") or {})
     output_format = text.take("format")
-    text.finish(("format",), {"verbosity": ("leave it out", ("medium",))})
+    with inside("text"):
+        take_no_effect(text, ("verbosity",))
+        text.finish(("format", "verbosity"), {})
+    effort = _take_effort(fields)
     if output_format is not None and structured is None:
         structured = params_of_format("text.format", output_format)
     elif output_format is not None:
@@ -118,7 +118,9 @@ def read_response(
         )
     default = with_structure(default, structured, calls, text_format, tools=tools)
     arguments = {
-        "chat_template_kwargs": fields.take_object("chat_template_kwargs"),
+        "chat_template_kwargs": with_effort(
+            fields.take_object("chat_template_kwargs"), effort, thinking, "reasoning.effort"
+        ),
         "tools": tools,
     }
     make_parser, default = choose_parser(fields, default, text_format, has_tools=tools is not None)
@@ -131,7 +133,7 @@ def read_response(
         num_speculative_tokens=take_speculative(fields),
         **fields.take_sampling(_SAMPLING),
     )
-    metadata = fields.take_object("metadata") or {}
+    passive = take_no_effect(fields)
     shown = {
         "instructions": instructions,
         "max_output_tokens": most,
@@ -139,8 +141,9 @@ def read_response(
         "top_p": params.top_p,
         "tools": shown_tools,
         "tool_choice": shown_choice,
-        "metadata": metadata,
-        "user": take_user(fields),
+        "metadata": passive.get("metadata", {}),
+        "user": passive.get("user"),
+        "reasoning": {"effort": effort, "summary": None},
     }
     wishes = Wishes(
         params, fields.take_bool("stream"), True, False, False, False, cache_salt=take_salt(fields)
@@ -149,6 +152,16 @@ def read_response(
     return ResponseCall(
         ChatCall(check_conversation(messages, "input"), arguments, make_parser, wishes), shown
     )
+
+
+def _take_effort(fields: Fields) -> Any:
+    """Takes the effort of the object `reasoning`; None if it has none."""
+    given = Fields(fields.take_object("reasoning") or {})
+    with inside("reasoning"):
+        effort = given.take("effort")
+        summary = ("the reasoning itself is in the response; leave it out", ("auto",))
+        given.finish(("effort",), {"summary": summary, "generate_summary": summary})
+    return effort
 
 
 def _chat_tools(tools: Any) -> Any:

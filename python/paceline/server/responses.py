@@ -66,7 +66,6 @@ class ResponseRun:
             "background": False,
             "parallel_tool_calls": True,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
             "text": {"format": {"type": "text"}},

@@ -20,6 +20,7 @@ from paceline.server.admission import Admission
 from paceline.server.errors import ApiError
 from paceline.server.formats import FORMATS, format_of
 from paceline.server.metrics import RequestFigures, exposition
+from paceline.server.thinking import thinking_of
 
 if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
@@ -67,6 +68,7 @@ class Service:
         figures: What the server measures of its requests.
         chat_templates: Render conversations.
         text_format: How the model writes reasoning and calls; None = unknown.
+        thinking: How requests choose whether the model thinks, and how much.
         has_access_log: Whether each request is logged.
         shows_cached_tokens: Whether the usage says how many prompt tokens came from the prefix
             cache.
@@ -132,6 +134,9 @@ class Service:
         self.text_format = FORMATS.get(tool_call_parser)
         if tool_call_parser == "auto":
             self.text_format = format_of(self.chat_templates.find_text(has_tools=True) or "")
+        self.thinking = thinking_of(
+            self.chat_templates.find_variables(has_tools=True), self.text_format
+        )
         self.has_access_log = has_access_log
         self.traces = traces
         self.figures = RequestFigures()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests say whether a model thinks and how much, and the variables of chat templates that do
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final, NamedTuple
+
+from paceline.checks import shorten
+from paceline.server.errors import refusal
+from paceline.server.formats import Format
+
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORTS_OF_HARMONY: Final = ("low", "medium", "high")
+_EFFORT: Final = "reasoning_effort"
+_SWITCHES: Final = ("enable_thinking", "thinking")
+
+
+class Thinking(NamedTuple):
+    """What a model's chat template reads.
+
+    Attributes:
+        efforts: The values of its variable `reasoning_effort`; empty if it has none.
+        switch: The name of its variable that switches thinking on and off; None if it has none.
+    """
+
+    efforts: tuple[str, ...] = ()
+    switch: str | None = None
+
+
+def thinking_of(variables: Collection[str], text_format: Format | None) -> Thinking:
+    """Finds out how a template's thinking is chosen.
+
+    Args:
+        variables: The variables that the template reads.
+        text_format: How the model writes messages; None = unknown.
+    """
+    is_harmony = text_format is not None and text_format.name == "openai"
+    efforts = _EFFORTS_OF_HARMONY if is_harmony else EFFORTS
+    return Thinking(
+        efforts if _EFFORT in variables else (),
+        next((name for name in _SWITCHES if name in variables), None),
+    )
+
+
+def with_effort(
+    given: dict[str, Any] | None, effort: Any, thinking: Thinking, name: str = _EFFORT
+) -> dict[str, Any] | None:
+    """Adds an effort to the variables of the chat template, if the template reads one.
+
+    A template with a switch thinks unless the effort is "none". One with neither gets nothing.
+
+    Args:
+        given: The variables so far; None = there are none.
+        effort: The effort; None = that of the template.
+        thinking: What the template reads.
+        name: The name of the effort in errors.
+
+    Returns:
+        The variables.
+
+    Raises:
+        ApiError: There is no such effort, or `given` says it already.
+    """
+    if effort is None:
+        return given
+    allowed = thinking.efforts or EFFORTS
+    if effort not in allowed:
+        raise refusal(
+            f"{name} is {shorten(effort)}; allowed with this model: {', '.join(allowed)}",
+            name.partition(".")[0],
+        )
+    added: dict[str, Any] = {}
+    if thinking.efforts:
+        added[_EFFORT] = effort
+    elif thinking.switch is not None:
+        added[thinking.switch] = effort != "none"
+    for key in added:
+        if key in (given or {}):
+            raise refusal(
+                f"{name} is given, and {key} in chat_template_kwargs is too; allowed: one of them",
+                name.partition(".")[0],
+            )
+    return {**(given or {}), **added} if added else given
