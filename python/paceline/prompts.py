@@ -148,10 +148,7 @@ def encode(
         raise ValueError(
             f"{name} is a string, but {target.path} has no tokenizer.json; allowed: token ids"
         )
-    if len(prompt) >= _MIN_BOUNDED_CHARS * max_model_len:
-        least = min_num_tokens(target.tokenizer, prompt)
-        qualifier = f"{len(prompt)} characters, at least "
-        _check_num_tokens(name, least, target, max_model_len, spare, qualifier)
+    check_prompt_chars(name, prompt, target, max_model_len, spare)
     token_ids = target.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     _check_num_tokens(name, len(token_ids), target, max_model_len, spare)
     for position, token_id in enumerate(token_ids):
@@ -272,6 +269,21 @@ def _encode_mapping(
         )
     _, token_ids = encode(ids, ids_name, target, max_model_len=max_model_len, spare=spare)
     return text, token_ids
+
+
+def check_prompt_chars(
+    name: str, prompt: str, target: LoadedModel, max_model_len: int, spare: int
+) -> None:
+    """Checks the length of a string without tokenizing it, for a model with a tokenizer.
+
+    Raises:
+        ValueError: Its characters alone make it too long; for the arguments see `encode`.
+    """
+    if len(prompt) >= _MIN_BOUNDED_CHARS * max_model_len:
+        assert target.tokenizer is not None
+        least = min_num_tokens(target.tokenizer, prompt)
+        qualifier = f"{len(prompt)} characters, at least "
+        _check_num_tokens(name, least, target, max_model_len, spare, qualifier)
 
 
 def check_prompt_type(name: str, prompt: object) -> None:

@@ -16,12 +16,13 @@ import paceline
 from paceline.async_stream import ChunkStream
 from paceline.prompts import with_salt
 from paceline.server import tokens
-from paceline.server.bodies import ClientGone, Receive, parse_object
+from paceline.server.bodies import BODY, ClientGone, Receive
 from paceline.server.connection import (
     EventStream,
     JsonResponse,
     Send,
     error_response,
+    to_json_in_pieces,
     until_gone,
 )
 from paceline.server.errors import ApiError, as_api_error
@@ -57,14 +58,14 @@ def make_app(service: Service) -> App:
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_facts(app, service)
-    generating = _generating_endpoints(service)
-    for path, endpoint in generating.items():
+    endpoints = _generating_endpoints(service) | _tokenizing_endpoints(service)
+    for path, endpoint in endpoints.items():
         app.add_route(path, endpoint, methods=["POST"])  # refuses other methods
-    return Guard(_Shortcut(app, generating), service)
+    return Guard(_Shortcut(app, endpoints), service)
 
 
 class _Shortcut:
-    """Leads requests that generate to their endpoints, past the layers of FastAPI, which would take
+    """Leads requests with a body to their endpoints, past the layers of FastAPI, which would take
     a fifth of the event loop's time for a short request. All others go through FastAPI."""
 
     def __init__(self, app: App, endpoints: Mapping[str, Endpoint]) -> None:
@@ -201,16 +202,6 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         }
         return JsonResponse(llm.capabilities() | {"server": served})
 
-    @route("POST", "/tokenize")
-    async def tokenize(request: Request) -> Response:
-        given = parse_object(await request.body())
-        return JsonResponse(await service.in_worker(lambda: tokens.tokenize(service, given)))
-
-    @route("POST", "/detokenize")
-    async def detokenize(request: Request) -> Response:
-        given = parse_object(await request.body())
-        return JsonResponse(await service.in_worker(lambda: tokens.detokenize(service, given)))
-
 
 def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
     """Returns what answers requests for outputs, by path."""
@@ -220,8 +211,10 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
         return service.cache_salt(request.scope.get(API_KEY), wishes.cache_salt)
 
     async def completions(request: Request) -> Response:
-        given = parse_object(await request.body())
-        call = read_completion(given, service.completion_params, service.check_model)
+        call = await service.read(
+            request,
+            lambda given: read_completion(given, service.completion_params, service.check_model),
+        )
         # Before anything is made for each of the prompts, of which a body may have a million.
         num_outputs = len(call.prompts) * call.wishes.params.n
         service.admission.check_size(num_outputs, _param_of_outputs(len(call.prompts)))
@@ -234,13 +227,15 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
         )
 
     async def responses(request: Request) -> Response:
-        given = parse_object(await request.body())
-        call = read_response(
-            given,
-            service.chat_params,
-            service.check_model,
-            service.text_format,
-            service.thinking,
+        call = await service.read(
+            request,
+            lambda given: read_response(
+                given,
+                service.chat_params,
+                service.check_model,
+                service.text_format,
+                service.thinking,
+            ),
         )
         chat = call.chat
         stream = allm.stream_chat(
@@ -261,13 +256,15 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
         return await _run(service, request, run, chat.wishes, param="input", num_prompts=1)
 
     async def chat_completions(request: Request) -> Response:
-        given = parse_object(await request.body())
-        call = read_chat(
-            given,
-            service.chat_params,
-            service.check_model,
-            service.text_format,
-            service.thinking,
+        call = await service.read(
+            request,
+            lambda given: read_chat(
+                given,
+                service.chat_params,
+                service.check_model,
+                service.text_format,
+                service.thinking,
+            ),
         )
         stream = allm.stream_chat(
             call.messages,
@@ -279,6 +276,25 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
 
     found = (completions, chat_completions, responses)
     return dict(zip(GENERATING_PATHS, found, strict=True))
+
+
+def _tokenizing_endpoints(service: Service) -> dict[str, Endpoint]:
+    """Returns what converts prompts to token ids and back, by path."""
+
+    def endpoint(read: Callable[[Service, dict[str, Any]], tokens.Conversion]) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            convert = await service.read(request, lambda given: read(service, given))
+            # It takes what the preparation of a prompt does, so it counts as an output does.
+            with service.admission.admit(1, "prompt"):
+                content = await service.tokenize(request, lambda: to_json_in_pieces(convert()))
+            return Response(content, media_type="application/json")
+
+        return answer
+
+    return {
+        "/tokenize": endpoint(tokens.read_tokenize),
+        "/detokenize": endpoint(tokens.read_detokenize),
+    }
 
 
 async def _generate(
@@ -325,12 +341,17 @@ async def _run(
         stack.enter_context(service.admission.admit(num_prompts * wishes.params.n, param))
         stack.push_async_callback(run.close)
         if not wishes.is_streamed:
-            return JsonResponse(await until_gone(request.receive, _whole(run)))
+            return JsonResponse(await until_gone(request.receive, _whole(run, request)))
         # Short, and nothing runs on before the end of the client is noticed.
-        await run.start()
+        await _start(run, request)
         return EventStream(run.events(), stack.pop_all().aclose)
 
 
-async def _whole(run: Generation | ResponseRun) -> dict[str, Any]:
+async def _start(run: Generation | ResponseRun, request: Request) -> None:
     await run.start()
+    request.scope[BODY].release()  # the prompts are token ids by now
+
+
+async def _whole(run: Generation | ResponseRun, request: Request) -> dict[str, Any]:
+    await _start(run, request)
     return await run.whole()

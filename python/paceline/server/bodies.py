@@ -8,35 +8,75 @@ import contextlib
 import gc
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from paceline.checks import check_text, did_you_mean, shorten
 from paceline.limits import MAX_LOGIT_BIAS
+from paceline.server.admission import MAX_SHORT_BODY, BodyBytes, HeldBytes
 from paceline.server.errors import ApiError, refusal
+from paceline.server.json_values import (
+    MAX_JSON_DEPTH,
+    TOO_DEEP,
+    JsonRefused,
+    Quota,
+    parse_json,
+    refuse_constant,
+    twice,
+)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-MAX_JSON_DEPTH: Final = 64
+#: The key of a request's `Body` in its ASGI scope.
+BODY: Final = "paceline.body"
+# They may have a prompt of as many token ids as the body holds.
+_TOKEN_FIELDS: Final = ("prompt", "tokens")
 
 
 class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+class Body:
+    """The body of a request, and what it takes of the bytes that all of them may have.
+
+    Attributes:
+        is_short: Whether the event loop may parse it.
+    """
+
+    def __init__(self, data: bytes, held: HeldBytes) -> None:
+        self.is_short = len(data) <= MAX_SHORT_BODY
+        self._data = data
+        self._held = held
+
+    def take(self) -> bytes:
+        """Returns the bytes, once, so that they are freed when they have been parsed."""
+        data, self._data = self._data, b""
+        return data
+
+    def release(self) -> None:
+        """Says that nothing needs what the body had any more. Doing it twice is fine."""
+        self._data = b""
+        self._held.release()
+
+
+async def read_body(
+    receive: Receive, *, max_bytes: int, timeout_s: float, total: BodyBytes
+) -> Body:
     """Reads the body of a request.
 
     Args:
         receive: The connection.
         max_bytes: Largest body.
         timeout_s: Longest time for all of it.
+        total: Counts the bytes until `Body.release`.
 
     Raises:
-        ApiError: 408 or 413.
+        ApiError: 408, 413, or 503 for `total`.
         ClientGone: The connection was closed.
     """
     parts: list[bytes] = []
     num_bytes = 0
+    held = HeldBytes(total)
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -47,9 +87,13 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> by
                 num_bytes += len(parts[-1])
                 if num_bytes > max_bytes:
                     raise too_large(max_bytes)
+                held.grow(num_bytes)
                 if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
+                    return Body(b"".join(parts), held)
+    except BaseException as error:
+        held.release()
+        if not isinstance(error, TimeoutError):
+            raise
         raise ApiError(
             408,
             f"the body of the request did not arrive within {timeout_s:g} s; send it faster, or "
@@ -68,31 +112,33 @@ def too_large(max_bytes: int) -> ApiError:
     )
 
 
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keeps the garbage collector from running. The lists of a large body would start it, over all
+    objects of the process, again and again, and the event loop stands still meanwhile."""
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parses the JSON object of a request.
 
     Raises:
-        ApiError: It is invalid, has a key twice, NaN or Infinity, or more than MAX_JSON_DEPTH
-            levels.
+        ApiError: It is invalid, has a key twice, NaN or Infinity, or more levels or values than
+            `parse_json` allows.
     """
-    # A body of a million lists would run the garbage collector, over all objects of the process,
-    # again and again: seconds in which the event loop stands still.
-    is_collecting = gc.isenabled()
-    gc.disable()
     try:
         value = _parse(body)
-        _check_depth(value)
-    finally:
-        if is_collecting:
-            gc.enable()
-    return value
-
-
-def _parse(body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except JsonRefused as error:
+        field = None if error.field is None else error.field[:100]
+        raise refusal(f"the body {error}", field) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise refusal(f"the body {TOO_DEEP}") from None
     except UnicodeDecodeError as error:
         raise refusal(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -104,22 +150,27 @@ def _parse(body: bytes) -> dict[str, Any]:
     return value
 
 
+def _parse(body: bytes) -> Any:
+    text = body.decode("utf-8-sig")
+    if len(body) > MAX_SHORT_BODY:
+        return parse_json(text, Quota(), uncounted=_TOKEN_FIELDS)
+    # Faster, and short enough to keep Python's lock.
+    value = json.loads(text, object_pairs_hook=_unique, parse_constant=refuse_constant)
+    _check_depth(value)
+    return value
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise refusal(f"the body has the key {shorten(twice)} twice in an object; allowed: once")
+        raise twice(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
     return made
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise refusal(f"the body has {name}, which is not JSON; allowed: finite numbers")
-
-
-def _check_depth(value: dict[str, Any]) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_JSON_DEPTH):
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [[value]]
+    for _ in range(MAX_JSON_DEPTH + 1):
         level = [
             child
             for each in level
@@ -128,11 +179,7 @@ def _check_depth(value: dict[str, Any]) -> None:
         ]
         if not level:
             return
-    raise _too_deep()
-
-
-def _too_deep() -> ApiError:
-    return refusal(f"the body is nested too deeply; allowed: {MAX_JSON_DEPTH} levels")
+    raise JsonRefused(TOO_DEEP, None)
 
 
 class Fields:
@@ -205,6 +252,12 @@ class Fields:
                     name[:100],
                 )
         for name, value in self._given.items():
+            if name not in refused:
+                raise refusal(
+                    f"{name} is {shorten(value)}, which has no meaning in this request; leave it "
+                    "out",
+                    name,
+                )
             advice, neutral = refused[name]
             # `1 == True`, but they are different values of JSON.
             if not any(value == one and type(value) is type(one) for one in neutral):

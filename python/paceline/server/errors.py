@@ -22,6 +22,10 @@ _MAX_MESSAGE: Final = 2000
 _FIELDS: Final = {"num_speculative_tokens": "speculative"}
 
 
+#: The code of an error for a prompt that is too long.
+TOO_LONG: Final = "context_length_exceeded"
+
+
 class ApiError(Exception):
     """What a client gets instead of a result.
 
@@ -95,7 +99,7 @@ def as_api_error(error: BaseException) -> ApiError:
             400,
             message,
             param=_param_of(message),
-            code="context_length_exceeded" if is_too_long else None,
+            code=TOO_LONG if is_too_long else None,
         )
     if isinstance(error, DeviceError | RuntimeError):
         return ApiError(503, message)

@@ -17,6 +17,7 @@ from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
 from paceline.server.formats import FORMATS, Format, Parser
+from paceline.server.json_values import Quota
 from paceline.server.no_effect import NO_EFFECT, take_no_effect
 from paceline.server.structured import (
     STRUCTURED_FIELDS,
@@ -318,6 +319,7 @@ def check_conversation(messages: Any, param: str) -> list[Any]:
         raise refusal(
             f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}", param
         )
+    quota = Quota()
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise refusal(f"messages[{index}] is {shorten(message)}; allowed: an object", param)
@@ -327,7 +329,7 @@ def check_conversation(messages: Any, param: str) -> list[Any]:
                 f"messages[{index}]['role'] is {shorten(role)}; allowed: {', '.join(ROLES)}",
                 param,
             )
-        messages[index] = check_tool_calls(f"messages[{index}]", message, param)
+        messages[index] = check_tool_calls(f"messages[{index}]", message, param, quota)
     return messages
 
 

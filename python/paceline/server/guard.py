@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 from paceline.checks import shorten
-from paceline.server.bodies import ClientGone, Receive, read_body, too_large
+from paceline.server.bodies import BODY, ClientGone, Receive, read_body, too_large
 from paceline.server.connection import Send, error_response
 from paceline.server.errors import ApiError
 from paceline.server.exchange import Exchange
@@ -26,8 +26,10 @@ MAX_HEADER_BYTES: Final = 16 * 2**10
 _OPEN_PATHS: Final = ("/health", "/")
 #: The key of a request's API key in its ASGI scope; without a key on the server there is none.
 API_KEY: Final = "paceline.api_key"
-# These hold outputs, so they are refused while the server is full, before their body is read.
 GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+# These make outputs, or the token ids for one, so they are refused while the server is full, before
+# their body is read.
+_ADMITTED_PATHS: Final = (*GENERATING_PATHS, "/tokenize", "/detokenize")
 # Responses are counted by these routes; all others count as "other".
 _ROUTES: Final = (
     *_OPEN_PATHS,
@@ -40,9 +42,10 @@ _ROUTES: Final = (
     "/tokenize",
     "/detokenize",
 )
-# Limits on reading a refused body to its end, which lets its client receive the answer.
-_DISCARD_S: Final = 2.0
-_DISCARD_BYTES: Final = 64 * 2**20
+# A refused body is read to its end, or as far as this, because most clients read no answer before
+# they have sent all. Its time is limited as that of other bodies, and so are pauses.
+_DISCARD_BYTES: Final = 2**30
+_DISCARD_PAUSE_S: Final = 2.0
 
 
 class Guard:
@@ -73,30 +76,27 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._service.limits
-        body = b""
+        body = None
         try:
             headers = {key: value for key, value in scope["headers"]}
             self._check(scope, headers)
             if scope["method"] == "POST":
-                body = await read_body(
-                    receive, max_bytes=limits.max_body_bytes, timeout_s=limits.read_timeout_s
+                body = scope[BODY] = await read_body(
+                    receive,
+                    max_bytes=limits.max_body_bytes,
+                    timeout_s=limits.read_timeout_s,
+                    total=self._service.body_bytes,
                 )
         except ClientGone:
             return
         except ApiError as error:
-            await _refuse(error, scope, receive, send)
+            await _refuse(error, scope, receive, send, discard_s=limits.read_timeout_s)
             return
-
-        is_given = scope["method"] != "POST"
-
-        async def receive_again() -> MutableMapping[str, Any]:
-            nonlocal is_given
-            if is_given:
-                return await receive()
-            is_given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app(scope, receive_again, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if body is not None:
+                body.release()
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Checks all that is known without the body."""
@@ -124,10 +124,11 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > limit:
             raise too_large(limit)
-        if path in GENERATING_PATHS:
+        if path in _ADMITTED_PATHS:
             if self._service.is_draining:
                 raise ApiError(503, "the server is about to end; send the request to another one")
             self._service.admission.check()
+        self._service.body_bytes.check(int(length))
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Checks the request's API key and notes it in its scope."""
@@ -164,7 +165,9 @@ def _check_host(host: str) -> None:
         )
 
 
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(
+    error: ApiError, scope: Scope, receive: Receive, send: Send, *, discard_s: float
+) -> None:
     """Sends an error at once, and then reads on for a while: a connection that is closed while its
     client still writes loses the answer."""
     response = error_response(error)
@@ -181,9 +184,9 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
     if scope["method"] == "POST":
         num_bytes, is_more = 0, True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_S):
+            async with asyncio.timeout(discard_s):
                 while is_more and num_bytes < _DISCARD_BYTES:
-                    message = await receive()
+                    message = await asyncio.wait_for(receive(), _DISCARD_PAUSE_S)
                     num_bytes += len(message.get("body", b""))
                     is_more = message.get("more_body", False)
     await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -191,14 +191,15 @@ def _conversation(given: Any) -> list[dict[str, Any]]:
             "input",
         )
     messages: list[dict[str, Any]] = []
-    reasoning = ""  # of the next message of the assistant
+    reasoning: list[str] = []  # of the next message of the assistant
     for index, item in enumerate(given):
         name = f"input[{index}]"
         if not isinstance(item, dict):
             raise refusal(f"{name} is {shorten(item)}; allowed: an object", "input")
         kind = item.get("type", "message")
         if kind == "reasoning":
-            reasoning += _text(f"{name}['content']", item.get("content") or [], ("reasoning_text",))
+            text = _text(f"{name}['content']", item.get("content") or [], ("reasoning_text",))
+            reasoning += [text] if text else []
             continue
         if kind == "message":
             if item.get("role") not in ROLES:
@@ -216,7 +217,7 @@ def _conversation(given: Any) -> list[dict[str, Any]]:
             }
             before = messages[-1] if messages else {}
             if before.get("role") == "assistant" and not reasoning:
-                before["tool_calls"] = [*before.get("tool_calls", []), call]
+                before.setdefault("tool_calls", []).append(call)
                 continue
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         elif kind == "function_call_output":
@@ -229,7 +230,7 @@ def _conversation(given: Any) -> list[dict[str, Any]]:
                 "input",
             )
         if reasoning and message["role"] == "assistant":
-            message["reasoning_content"], reasoning = reasoning, ""
+            message["reasoning_content"], reasoning = "".join(reasoning), []
         messages.append(message)
     return messages
 

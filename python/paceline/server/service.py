@@ -16,13 +16,17 @@ from paceline.checks import shorten
 from paceline.replicas.remote import RemoteExecutor
 from paceline.reports import kv_groups
 from paceline.running_llm import internals
-from paceline.server.admission import Admission
+from paceline.server.admission import Admission, BodyBytes
+from paceline.server.bodies import BODY, Body, parse_object, without_collections
+from paceline.server.connection import until_gone
 from paceline.server.errors import ApiError
 from paceline.server.formats import FORMATS, format_of
 from paceline.server.metrics import RequestFigures, exposition
 from paceline.server.thinking import thinking_of
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+
     from paceline.async_llm import AsyncLLM
     from paceline.server.traces import Traces
 
@@ -33,6 +37,8 @@ DEFAULT_READ_TIMEOUT_S: Final = 30.0
 DEFAULT_MAX_CONNECTIONS: Final = 4096
 #: --max-queue is this many times --max-num-seqs unless it is given.
 QUEUE_FACTOR: Final = 4
+# The bodies of all requests have at most this many times --max-body-bytes.
+_BODIES_FACTOR: Final = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Service:
         limits: The limits of the server.
         api_keys: What clients must send, one of these; empty = nothing.
         admission: Counts the outputs.
+        body_bytes: Counts the bytes of long bodies.
         completion_params: The sampling parameters of completions that have none.
         chat_params: Those of chats.
         replicas: The replicas that run requests; None for an engine in this process.
@@ -123,6 +130,7 @@ class Service:
         self.admission = Admission(
             running + (QUEUE_FACTOR * running if waiting is None else waiting)
         )
+        self.body_bytes = BodyBytes(_BODIES_FACTOR * self.limits.max_body_bytes)
         self.completion_params = llm.get_default_sampling_params()
         generation = llm.target.generation_config
         self.chat_params = self.completion_params
@@ -143,7 +151,10 @@ class Service:
         self._has_vllm_metrics = has_vllm_metrics
         self._groups = kv_groups(llm.memory_report())
         self._dispatcher = internals(llm).dispatcher
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="paceline-server")
+        # One thread: Python runs no more at a time, and each delays the event loop.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="paceline-bodies")
+        self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="paceline-tokens")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-replicas")
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 if a request names another model; None = it names none."""
@@ -207,12 +218,46 @@ class Service:
         """Returns the figures of the engine, as `LLM.stats` describes them; see `check_running`."""
         return self.allm.llm.stats()
 
+    async def read(self, request: Request, reader: Callable[[dict[str, Any]], _T]) -> _T:
+        """Parses the body of a request, and reads it: at once if it is short, otherwise in another
+        thread, as both may take a second.
+
+        Args:
+            request: The request.
+            reader: Reads the object that the body is. Thread-safe.
+
+        Returns:
+            What `reader` returns.
+
+        Raises:
+            ClientGone: The client has gone away.
+            Exception: As for `parse_object`, and what `reader` raises.
+        """
+        body: Body = request.scope[BODY]
+        if body.is_short:
+            return reader(parse_object(body.take()))
+
+        def read() -> _T:
+            with without_collections():
+                return reader(parse_object(body.take()))
+
+        return await until_gone(request.receive, self._in(self._reader, read))
+
+    async def tokenize(self, request: Request, call: Callable[[], _T]) -> _T:
+        """Makes a call that tokenizes, in another thread. It does not start if the client goes away
+        before; `read` describes the errors."""
+        return await until_gone(request.receive, self._in(self._tokenizers, call))
+
     async def in_worker(self, call: Callable[[], _T]) -> _T:
-        """Makes a call in another thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
+        """Makes a call that asks the replicas, in another thread."""
+        return await self._in(self._worker, call)
+
+    async def _in(self, pool: ThreadPoolExecutor, call: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def close(self) -> None:
         """Ends the threads and the traces. The model stays open."""
-        self._workers.shutdown(wait=False)
+        for pool in (self._reader, self._tokenizers, self._worker):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, Final
 
 from paceline.checks import shorten
 from paceline.server.errors import refusal
+from paceline.server.json_values import JsonRefused, Quota, parse_json
 
 MAX_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -87,13 +87,16 @@ def chosen_tools(tools: list[Any] | None, choice: Any) -> list[Any] | None:
     return found
 
 
-def check_tool_calls(name: str, message: dict[str, Any], param: str) -> dict[str, Any]:
+def check_tool_calls(
+    name: str, message: dict[str, Any], param: str, quota: Quota
+) -> dict[str, Any]:
     """Checks the calls of a message and makes objects of their arguments, as templates expect.
 
     Args:
         name: The name of the message in errors.
         message: The message, which is not changed.
         param: The field of the request that it comes from.
+        quota: Counts the values of all arguments of the request.
 
     Returns:
         The message for the template.
@@ -118,8 +121,12 @@ def check_tool_calls(name: str, message: dict[str, Any], param: str) -> dict[str
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
+                arguments = parse_json(arguments or "{}", quota, is_strict=False)
+            except JsonRefused as error:
+                raise refusal(
+                    f"{name}['tool_calls'][{index}] has arguments whose JSON {error}", param
+                ) from None
+            except ValueError:
                 arguments = None
         if not isinstance(arguments, dict):
             raise refusal(
