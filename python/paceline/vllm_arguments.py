@@ -22,7 +22,7 @@ _GENERATES: Final = f"{LEAVE_OUT}every model generates"
 _TOKENIZER: Final = f"{LEAVE_OUT}the tokenizer is `tokenizer.json` in the model's folder"
 _FORMAT: Final = f"{LEAVE_OUT}the checkpoint's `config.json` says how its weights are stored"
 _KV_DTYPE: Final = f"{LEAVE_OUT}the KV has the dtype in which the model computes"
-_NO_CORS: Final = f"{LEAVE_OUT}pages of other hosts may not use the server"
+_CORS: Final = "`--cors-origin` names the origins whose pages may use the server"
 _NO_TLS: Final = f"{LEAVE_OUT}the server speaks plain HTTP; put a proxy with TLS before it"
 
 #: By owner and argument.
@@ -114,12 +114,11 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
 }
 #: By flag of `vllm serve`; those that are arguments of its `LLM` are above.
 _FLAG_ADVICE: Final[dict[str, str]] = {
-    "allow_credentials": _NO_CORS,
-    "allowed_headers": _NO_CORS,
-    "allowed_methods": _NO_CORS,
-    "allowed_origins": _NO_CORS,
-    "chat_template_content_format": f"{LEAVE_OUT}a template gets strings and text parts as "
-    "they are given",
+    "allow_credentials": _CORS,
+    "allowed_headers": _CORS,
+    "allowed_methods": _CORS,
+    "allowed_origins": _CORS,
+    "chat_template_content_format": f"{LEAVE_OUT}text gets the form that the template reads",
     "disable_log_requests": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
     "disable_uvicorn_access_log": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
     "enable_auto_tool_choice": f"{LEAVE_OUT}tool calls are read in any case",

@@ -149,6 +149,17 @@ def test_a_process_serves_and_drains() -> None:
             process.kill()
 
 
+def test_origins_come_from_one_option_or_several(tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text("cors-origin: [http://file.org]\n")
+    in_file = ("--config", str(config))
+    assert read(*in_file).cors_origin == ["http://file.org"]
+    assert read(PACELINE_CORS_ORIGIN="http://a http://b").cors_origin == ["http://a", "http://b"]
+    given = ("--cors-origin", "http://a", "--cors-origin", "http://b", "http://c")
+    assert read(*in_file, *given).cors_origin == ["http://a", "http://b", "http://c"]
+    assert read().cors_origin is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -156,6 +167,11 @@ def test_a_process_serves_and_drains() -> None:
         (("--api-key", ""), "--api-key is empty"),
         (("--api-key", "a b"), "printable ASCII without spaces"),
         (("--cache-salt-by-key",), "--cache-salt-by-key is given, but no --api-key"),
+        (("--cors-origin", "example.org"), "--cors-origin is 'example.org'; allowed: an origin"),
+        (("--cors-origin", "https://example.org/page"), "--cors-origin is"),
+        (("--cors-origin", "https://a.org", "HTTPS://B.org"), "--cors-origin is 'HTTPS://B.org'"),
+        (("--cors-origin", "http://a:x"), "--cors-origin is"),
+        (("--cors-origin", "null"), "--cors-origin is"),
         (("--port", "70000"), "--port is 70000; allowed: an integer from 0 to 65535"),
         (("--max-num-seqs", "0"), "--max-num-seqs is 0"),
         (("--drain-timeout", "-1"), "--drain-timeout is -1"),

@@ -66,6 +66,19 @@ def parser_of_options() -> argparse.ArgumentParser:
     return parser
 
 
+class _Repeated(argparse.Action):
+    """Collects the values of an option that may be given several times. Those of the command line
+    take the place of others, as with every option."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        mark = f"{self.dest} is from the command line"
+        before = getattr(namespace, self.dest) if hasattr(namespace, mark) else []
+        setattr(namespace, self.dest, [*before, *values])
+        setattr(namespace, mark, True)
+
+
 def _add_server_options(group: Any) -> None:
     group.add_argument(
         "--config",
@@ -91,6 +104,14 @@ def _add_server_options(group: Any) -> None:
         metavar="KEY",
         help="what clients must send as a bearer token, one of these; better given in "
         "PACELINE_API_KEY, which other users of the machine do not see (default: none)",
+    )
+    group.add_argument(
+        "--cors-origin",
+        action=_Repeated,
+        nargs="+",
+        metavar="ORIGIN",
+        help="origin whose pages may use the server, such as https://example.org, or '*' for all; "
+        "several in one option or in several (default: none)",
     )
     group.add_argument(
         "--cache-salt-by-key",
@@ -369,6 +390,10 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError("--api-key has other characters than printable ASCII without spaces")
         if key == "":
             raise ValueError("--api-key is empty; allowed: a key or several, or leave it out")
+    if args.cors_origin is not None:
+        from paceline.server.cors import check_origins
+
+        check_origins(args.cors_origin)
     if args.otlp_traces_endpoint is not None:
         from paceline.server.traces import check_endpoint
 
@@ -406,6 +431,7 @@ def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
             max_connections=args.max_connections or DEFAULT_MAX_CONNECTIONS,
         ),
         api_keys=args.api_key or (),
+        cors_origins=args.cors_origin or (),
         salts_by_key=args.cache_salt_by_key,
         shows_cached_tokens=args.enable_prompt_tokens_details,
         has_vllm_metrics=args.metrics_compat == "vllm",

@@ -25,6 +25,7 @@ from paceline.server.connection import (
     to_json_in_pieces,
     until_gone,
 )
+from paceline.server.cors import allow_origins
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.exchange import REQUEST_ID
 from paceline.server.fields import (
@@ -61,7 +62,8 @@ def make_app(service: Service) -> App:
     endpoints = _generating_endpoints(service) | _tokenizing_endpoints(service)
     for path, endpoint in endpoints.items():
         app.add_route(path, endpoint, methods=["POST"])  # refuses other methods
-    return Guard(_Shortcut(app, endpoints), service)
+    guarded = Guard(_Shortcut(app, endpoints), service)
+    return allow_origins(guarded, service.cors_origins, has_key=bool(service.api_keys))
 
 
 class _Shortcut:
@@ -136,6 +138,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             "max_model_len": llm.max_model_len,
         }
 
+    @route("GET", "/ping")  # the name of the same for Amazon SageMaker
     @route("GET", "/health")
     async def health(_: Request) -> Response:
         if service.is_draining:

@@ -22,8 +22,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Of the path and all headers.
 MAX_HEADER_BYTES: Final = 16 * 2**10
-# Need no key: a supervisor polls the first, and the page asks for the key itself.
-_OPEN_PATHS: Final = ("/health", "/")
+# Need no key: supervisors poll the first two, and the page asks for the key itself.
+_OPEN_PATHS: Final = ("/health", "/ping", "/")
 #: The key of a request's API key in its ASGI scope; without a key on the server there is none.
 API_KEY: Final = "paceline.api_key"
 GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -49,8 +49,8 @@ _DISCARD_PAUSE_S: Final = 2.0
 
 
 class Guard:
-    """An ASGI application around another one. Refuses by default: each path but /health and the
-    page at / needs the key."""
+    """An ASGI application around another one. Refuses by default: each path but those of
+    `_OPEN_PATHS` needs the key."""
 
     def __init__(self, app: App, service: Service) -> None:
         """Takes the application that has the routes."""

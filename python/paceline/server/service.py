@@ -66,6 +66,7 @@ class Service:
         names: The names of the model; responses have the first.
         limits: The limits of the server.
         api_keys: What clients must send, one of these; empty = nothing.
+        cors_origins: The origins of other hosts whose pages may use the server.
         admission: Counts the outputs.
         body_bytes: Counts the bytes of long bodies.
         completion_params: The sampling parameters of completions that have none.
@@ -91,6 +92,7 @@ class Service:
         *,
         limits: Limits | None = None,
         api_keys: Sequence[str] = (),
+        cors_origins: Sequence[str] = (),
         salts_by_key: bool = False,
         shows_cached_tokens: bool = True,
         has_vllm_metrics: bool = False,
@@ -105,6 +107,7 @@ class Service:
             names: See the class.
             limits: See the class; None = the defaults.
             api_keys: See the class.
+            cors_origins: See the class.
             salts_by_key: Whether requests of different API keys share no KV.
             shows_cached_tokens: See the class.
             has_vllm_metrics: Whether /metrics has vLLM's names too.
@@ -120,6 +123,7 @@ class Service:
         self.names = tuple(names)
         self.limits = limits or Limits()
         self.api_keys = tuple(api_keys)
+        self.cors_origins = tuple(cors_origins)
         self.shows_cached_tokens = shows_cached_tokens
         self._salts_by_key = salts_by_key
         executor: object = internals(llm).dispatcher.executor
