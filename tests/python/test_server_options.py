@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -12,6 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +125,21 @@ def port_of(process: subprocess.Popen[str]) -> int:
     raise AssertionError("the server did not start")
 
 
-def test_a_process_serves_and_drains() -> None:
-    """Without a model it serves a demo. SIGTERM lets a stream end, and the exit code is 0."""
-    with serve("--port", "0", PACELINE_API_KEY="k") as process:
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def streaming(
+    *arguments: str, max_tokens: int, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], http.client.HTTPResponse]]:
+    """A server and a stream of 16 outputs that has begun."""
+    with serve("--port", "0", *arguments, PACELINE_API_KEY="k", **environment) as process:
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port_of(process), timeout=30)
             body = {
                 "model": "paceline-demo",
                 "prompt": "def f",
-                "max_tokens": 500,
+                "max_tokens": max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
@@ -141,9 +150,47 @@ def test_a_process_serves_and_drains() -> None:
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             assert response.status == 200
+            yield process, response
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_process_serves_and_drains(number: signal.Signals) -> None:
+    """Without a model it serves a demo. A signal lets a stream end, and the exit code is 0."""
+    with streaming(max_tokens=500) as (process, response):
+        process.send_signal(number)
+        *_, end = read_events(response)
+        assert end["usage"]["completion_tokens"] == 16 * 500
+        assert process.wait(30) == EXIT_OK
+        assert process.stderr is not None
+        assert "Press Ctrl-C again, or send a second signal, to end" in process.stderr.read()
+
+
+def test_a_hang_up_ends_streams_with_an_error_after_the_drain_timeout() -> None:
+    with streaming("--drain-timeout", "0", max_tokens=500) as (process, response):
+        process.send_signal(signal.SIGHUP)
+        *_, end = read_events(response)
+        assert end["error"]["message"] == "the server was closed while a request was running"
+        assert process.wait(30) == EXIT_OK
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    script = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        "from paceline.cli import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", script, "serve", "--port", "0", "--max-model-len", "128"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            port = port_of(process)
+            process.send_signal(signal.SIGHUP)
+            for _ in range(5):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                connection.request("GET", "/health")
+                assert connection.getresponse().status == 200
+                time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
-            *_, end = read_events(response)
-            assert end["usage"]["completion_tokens"] == 16 * 500
             assert process.wait(30) == EXIT_OK
         finally:
             process.kill()

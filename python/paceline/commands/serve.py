@@ -11,6 +11,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline.background_log import BackgroundHandler, start_background_log
 from paceline.checks import check_finite, check_int, check_text, shorten
 from paceline.commands.options import (
     add_engine_options,
@@ -20,7 +21,7 @@ from paceline.commands.options import (
     download_arguments,
     engine_arguments,
 )
-from paceline.console import EXIT_OK, integer, number, tell
+from paceline.console import EXIT_OK, integer, number
 from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def add_parser(commands: Any) -> None:
         description="Serves a model with OpenAI's API. Each option is also an environment "
         "variable, PACELINE_ and its name in capitals, such as PACELINE_MAX_NUM_SEQS, and a key of "
         "the file of --config; the command line comes first, then the environment. Without a "
-        "model a demo is served, which only continues Python code. SIGTERM ends the server once "
-        "its requests have ended.",
+        "model a demo is served, which only continues Python code. SIGTERM, SIGHUP or Ctrl-C ends "
+        "the server once its requests have ended; a second one ends them at once.",
     )
     parser.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="the same as --model (default: none)"
@@ -178,7 +179,8 @@ def _add_server_options(group: Any) -> None:
         type=number,
         default=60.0,
         metavar="S",
-        help="seconds that requests may go on after SIGTERM, S >= 0 (default: 60)",
+        help="seconds that requests may go on after SIGTERM, SIGHUP or Ctrl-C, S >= 0 "
+        "(default: 60)",
     )
     group.add_argument(
         "--log-level",
@@ -299,8 +301,8 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     check_options(args)
     check_salts(args)
     arguments = llm_arguments(args)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    log = start_background_log(
+        args.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     # Its lines repeat ours, and its warnings, one for each malformed request, could fill a disk.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
@@ -329,7 +331,7 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
                 start_replicas(args.replicas, arguments, log_level=args.log_level.upper())
             )
         try:
-            _serve(args, allm, opened)
+            _serve(args, allm, opened, log)
         finally:
             allm.close()
             allm.llm.close()
@@ -441,7 +443,9 @@ def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
     )
 
 
-def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> None:
+def _serve(
+    args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket, log: BackgroundHandler
+) -> None:
     from paceline.server.run import Server
 
     service = make_service(args, allm)
@@ -451,7 +455,7 @@ def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> N
     def on_ready() -> None:
         if not args.quiet:
             base = f"http://{shown}:{port}"
-            tell(f"paceline: serving {service.names[0]} at {base}/v1, with a page at {base}/")
+            log.tell(f"paceline: serving {service.names[0]} at {base}/v1, with a page at {base}/")
 
     server = Server(
         service,

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, NoReturn
 
 from paceline import _core, engine_log
+from paceline.background_log import start_background_log
 from paceline.grammar import Grammars
 from paceline.llm import LLM
 from paceline.replicas.messages import EngineEvent, Facts
@@ -41,7 +42,9 @@ def main(descriptor: int) -> NoReturn:
     """
     replica = _Replica(Connection(descriptor))
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
-    os._exit(replica.run())
+    code = replica.run()
+    logging.shutdown()  # its last lines say why it ends
+    os._exit(code)
 
 
 class _Replica:
@@ -65,7 +68,7 @@ class _Replica:
     def run(self) -> int:
         """Returns the exit code."""
         _, arguments, settings = self._connection.recv()
-        logging.basicConfig(level=settings["log_level"], format=settings["log_format"])
+        start_background_log(settings["log_level"], settings["log_format"])
         # From now on, so that the process ends with the server even while it loads.
         threading.Thread(target=self._read, daemon=True).start()
         try:

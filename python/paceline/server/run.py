@@ -67,12 +67,16 @@ class Server:
         self._uvicorn = _Uvicorn(config, connections, on_ready)
 
     def run(self, *, handles_signals: bool) -> None:
-        """Serves until `stop` is called or, with `handles_signals`, for SIGTERM or SIGINT."""
+        """Serves until `stop` is called or, with `handles_signals`, for SIGTERM, SIGINT or SIGHUP,
+        which stays ignored if it is, as by nohup."""
 
         async def serve() -> None:
             loop = asyncio.get_running_loop()
             if handles_signals:
-                for number in (signal.SIGTERM, signal.SIGINT):
+                numbers = [signal.SIGTERM, signal.SIGINT]
+                if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                    numbers.append(signal.SIGHUP)
+                for number in numbers:
                     loop.add_signal_handler(number, self.stop)
             try:
                 await self._uvicorn.serve([self._socket])
@@ -93,7 +97,8 @@ class Server:
         service.is_draining = True
         self._uvicorn.should_exit = True
         _logger.info(
-            "the server ends; %d outputs have %g s left",
+            "the server ends; %d outputs have %g s left. Press Ctrl-C again, or send a second "
+            "signal, to end them at once",
             service.admission.num_open,
             self._drain_timeout_s,
         )
