@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ def full(head: str, piece: str, tail: str) -> bytes:
 HOSTILE: dict[str, tuple[str, int, bytes]] = {
     "brackets": (COMPLETIONS, 400, full('{"prompt":', "[", "")),
     "lists": (COMPLETIONS, 400, full('{"prompt":[', "[],", "1]}")),
+    "deep lists": (COMPLETIONS, 400, full('{"prompt":[', "[" * 60 + "]" * 60 + ",", "1]}")),
     "objects": (COMPLETIONS, 400, full('{"prompt":[', "{},", "1]}")),
     "strings": (COMPLETIONS, 400, full('{"stop":[', '"",', '""]}')),
     "numbers": (COMPLETIONS, 400, full('{"stop":[', "1,", "1]}")),
@@ -98,6 +100,32 @@ def test_no_body_stalls_the_event_loop(server: RunningServer, name: str) -> None
         with lag.measure():
             status, answer = server.ask(path, body)
         assert status == expected, answer
+        stalls.append(lag.largest - idle)
+        if stalls[-1] < MAX_STALL_S:
+            return
+    raise AssertionError(stalls)
+
+
+def test_no_framing_stalls_the_event_loop(server: RunningServer) -> None:
+    """Bodies in chunks of one byte, from several clients at a time."""
+    start = head(COMPLETIONS, 1).replace(b"content-length: 1", b"transfer-encoding: chunked")
+    sent = start + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n"
+    lag = LoopLag(server.loop)
+
+    def send(connection: socket.socket) -> bytes:
+        connection.sendall(sent)
+        return connection.recv(1000)
+
+    stalls = []
+    for _ in range(NUM_ATTEMPTS):
+        with lag.measure():
+            time.sleep(0.1)
+        idle = lag.largest
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+            connections = [stack.enter_context(server.connect()) for _ in range(4)]
+            with lag.measure():
+                answers = list(pool.map(send, connections))
+        assert all(answer.startswith(b"HTTP/1.1 400") for answer in answers), answers
         stalls.append(lag.largest - idle)
         if stalls[-1] < MAX_STALL_S:
             return
