@@ -14,11 +14,17 @@ from pathlib import Path
 
 import paceline
 
+DEMO = Path(__file__).parents[2] / "python" / "paceline" / "demo"
 wheel = Path(sys.argv[1])
 assert "manylinux" in wheel.name.rsplit("-", 1)[1], f"{wheel.name} has no manylinux platform tag"
 
 with zipfile.ZipFile(wheel) as archive:
     names = archive.namelist()
+    for file in filter(Path.is_file, DEMO.glob("[!_]*/*")):
+        name = f"paceline/demo/{file.relative_to(DEMO)}"
+        assert archive.read(name) == file.read_bytes(), f"{name} differs from {file}"
+weights = [name for name in names if name.endswith(".safetensors")]
+assert len(weights) == len(list(DEMO.glob("*/*.safetensors"))), f"weights ship once: {weights}"
 modules = [name for name in names if name.endswith(".so")]
 assert len(modules) == 1 and modules[0].startswith("paceline/_core"), modules
 for needed in (
