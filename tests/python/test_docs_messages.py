@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from hub_server import HubServer
 from markdown_pages import blocks
 from paceline import LLM, SamplingParams
 from paceline.bench.models import DUMMY_SHAPES
+from paceline.cli import build_parser
 from paceline.demo import demo_paths
 from paceline.loader import dummy_model
 
@@ -116,6 +118,13 @@ def without_template() -> None:
         engine.chat([{"role": "user", "content": "def f():"}])
 
 
+def without_server_packages() -> None:
+    args = build_parser().parse_args(["serve"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        args.run(args)
+
+
 def with_llm(call: Callable[[LLM], object]) -> None:
     with llm() as engine:
         call(engine)
@@ -145,6 +154,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     ),
     "no_cuda": lambda folder: llm(device="cuda"),
     "no_k": lambda folder: llm(speculative_config={"model": str(DRAFT)}),
+    "no_server": lambda folder: without_server_packages(),
     "no_template": lambda folder: without_template(),
     "no_tokenizer": without_tokenizer,
     "other_target": lambda folder: llm(GEMMA4, speculative_config=drafted(HEAD)),

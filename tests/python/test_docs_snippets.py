@@ -29,6 +29,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,11 @@ def parse(words: list[str]) -> None:
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert next(word for word in arguments if "=" not in word) in targets, words
+    elif program == "pip":
+        assert arguments[:1] == ["install"], words
+        for name in arguments[1:]:
+            found = re.fullmatch(r"paceline\[([\w,-]+)\]", name)
+            assert found and set(found[1].split(",")) <= extras(), words
     elif program in ("cmake", "ctest") and "--preset" in arguments:
         presets = json.loads((ROOT / "CMakePresets.json").read_text())
         kind = {"ctest": "testPresets"}.get(program, "configurePresets")
@@ -200,6 +206,12 @@ def parse(words: list[str]) -> None:
         assert arguments[1] in known, words
     else:
         raise AssertionError(f"no parser for: {shlex.join(words)}")
+
+
+def extras() -> set[str]:
+    """The extras of the package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return set(project["optional-dependencies"])
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -260,6 +272,18 @@ def test_flags_in_running_text_exist() -> None:
                 assert flag in flags_of(words), f"{page}: `{' '.join(span.split())}`"
                 count += 1
     assert count >= 10
+
+
+def test_extras_in_running_text_exist() -> None:
+    found = {
+        (str(page), extra)
+        for page in pages()
+        for names in re.findall(r"paceline\[([^\]]*)\]", (ROOT / page).read_text())
+        for extra in names.split(",")
+    }
+    assert {extra for _, extra in found} <= extras(), found
+    for page in ("README.md", "docs/quickstart.md", "docs/server.md"):
+        assert (page, "server") in found
 
 
 def runs_in(words: list[str], line: str) -> bool:
@@ -335,6 +359,7 @@ def test_json_parses(block: Block) -> None:
         "make no-such-target",
         "cmake --preset no-such-preset",
         "no-such-program x",
+        "pip install 'paceline[no-such-extra]'",
         "python python/training/evaluate_demo.py --no-such-flag",
     ],
 )
