@@ -21,13 +21,12 @@ from paceline.server.connection import (
     EventStream,
     JsonResponse,
     Send,
-    error_response,
     to_json_in_pieces,
     until_gone,
 )
 from paceline.server.cors import allow_origins
 from paceline.server.errors import ApiError, as_api_error
-from paceline.server.exchange import REQUEST_ID
+from paceline.server.exchange import REQUEST_ID, error_response
 from paceline.server.fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -39,11 +38,14 @@ from paceline.server.fields import (
 from paceline.server.generation import Generation
 from paceline.server.guard import API_KEY, GENERATING_PATHS, App, Guard, Scope
 from paceline.server.live_page import page
+from paceline.server.message_fields import MESSAGE_FIELDS, read_message
+from paceline.server.messages import MessageRun
 from paceline.server.metrics import CONTENT_TYPE
 from paceline.server.response_fields import RESPONSE_FIELDS, read_response
 from paceline.server.responses import ResponseRun
 from paceline.server.service import Service
 from paceline.server.shapes import ChatShape, CompletionShape, Shape
+from paceline.server.single_run import SingleRun
 from paceline.server.traces import REQUEST_SPAN, RequestSpan
 
 _logger = logging.getLogger("paceline")
@@ -88,18 +90,19 @@ class _Shortcut:
             answer = as_api_error(error)
             if not isinstance(error, ApiError | ValueError | RuntimeError | MemoryError):
                 _logger.exception("%s failed", scope["path"])
-            response = error_response(answer)
+            response = error_response(answer, scope)
         await response(scope, receive, send)
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def on_error(_: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error))
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error), request.scope)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return error_response(ApiError(error.status_code, message, headers=error.headers))
+        answer = ApiError(error.status_code, message, headers=error.headers)
+        return error_response(answer, request.scope)
 
     for kind in (ApiError, ValueError, RuntimeError, MemoryError, Exception):
         app.add_exception_handler(kind, on_error)
@@ -201,6 +204,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
                 "/v1/completions": sorted(COMPLETION_FIELDS),
                 "/v1/chat/completions": sorted(CHAT_FIELDS),
                 "/v1/responses": sorted(RESPONSE_FIELDS),
+                "/v1/messages": sorted(MESSAGE_FIELDS),
             },
         }
         return JsonResponse(llm.capabilities() | {"server": served})
@@ -277,7 +281,34 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
         )
         return await _generate(service, request, [stream], ChatShape(call.wishes, call.make_parser))
 
-    found = (completions, chat_completions, responses)
+    async def messages(request: Request) -> Response:
+        call = await service.read(
+            request,
+            lambda given: read_message(
+                given,
+                service.chat_params,
+                service.check_model,
+                service.text_format,
+                service.thinking,
+            ),
+        )
+        run = MessageRun(
+            allm.stream_chat(
+                call.messages,
+                call.wishes.params,
+                cache_salt=salt_of(request, call.wishes),
+                **call.template_arguments,
+            ),
+            call,
+            service.names[0],
+            service.figures,
+            request.scope[REQUEST_ID],
+            request.scope.get(REQUEST_SPAN),
+            shows_cached_tokens=service.shows_cached_tokens,
+        )
+        return await _run(service, request, run, call.wishes, param="messages", num_prompts=1)
+
+    found = (completions, chat_completions, responses, messages)
     return dict(zip(GENERATING_PATHS, found, strict=True))
 
 
@@ -297,6 +328,7 @@ def _tokenizing_endpoints(service: Service) -> dict[str, Endpoint]:
     return {
         "/tokenize": endpoint(tokens.read_tokenize),
         "/detokenize": endpoint(tokens.read_detokenize),
+        "/v1/messages/count_tokens": endpoint(tokens.read_count),
     }
 
 
@@ -325,7 +357,7 @@ def _param_of_outputs(num_prompts: int) -> str:
 async def _run(
     service: Service,
     request: Request,
-    run: Generation | ResponseRun,
+    run: Generation | SingleRun,
     wishes: Wishes,
     *,
     param: str,
@@ -350,11 +382,11 @@ async def _run(
         return EventStream(run.events(), stack.pop_all().aclose)
 
 
-async def _start(run: Generation | ResponseRun, request: Request) -> None:
+async def _start(run: Generation | SingleRun, request: Request) -> None:
     await run.start()
     request.scope[BODY].release()  # the prompts are token ids by now
 
 
-async def _whole(run: Generation | ResponseRun, request: Request) -> dict[str, Any]:
+async def _whole(run: Generation | SingleRun, request: Request) -> dict[str, Any]:
     await _start(run, request)
     return await run.whole()

@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 
 from paceline.server.bodies import ClientGone, Receive
-from paceline.server.errors import ApiError
 
 _T = TypeVar("_T")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -42,11 +41,6 @@ def to_json(value: Any) -> bytes:
 def to_json_in_pieces(value: Any) -> bytes:
     """Does what `to_json` does, for a long value in a worker: it lets other threads run."""
     return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(value)).encode()
-
-
-def error_response(error: ApiError) -> JsonResponse:
-    """Makes the response for an error."""
-    return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

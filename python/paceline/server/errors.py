@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in the form of OpenAI's API."""
+"""Errors in the forms of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ _TYPES: Final = {
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
+}
+# Those of Anthropic's API.
+_MESSAGE_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 _MAX_MESSAGE: Final = 2000
 # The fields that have parameters of other names.
@@ -66,6 +75,18 @@ class ApiError(Exception):
                 "param": self.param,
                 "code": self.code,
             }
+        }
+
+    def message_body(self, request_id: str) -> dict[str, Any]:
+        """Returns the JSON of the response in the form of Anthropic's API."""
+        fallback = "api_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "type": "error",
+            "error": {
+                "type": _MESSAGE_TYPES.get(self.status, fallback),
+                "message": self.body()["error"]["message"],
+            },
+            "request_id": request_id,
         }
 
 

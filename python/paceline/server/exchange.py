@@ -11,7 +11,8 @@ import uuid
 from collections.abc import MutableMapping
 from typing import Any, Final
 
-from paceline.server.connection import Send
+from paceline.server.connection import JsonResponse, Send
+from paceline.server.errors import ApiError
 from paceline.server.metrics import RequestFigures
 from paceline.server.traces import REQUEST_SPAN, Traces
 
@@ -19,6 +20,8 @@ _logger = logging.getLogger("paceline.access")
 
 #: The key of a request's id in its ASGI scope.
 REQUEST_ID: Final = "paceline.request_id"
+#: The routes of Anthropic's API.
+MESSAGE_PATHS: Final = ("/v1/messages", "/v1/messages/count_tokens")
 # Ids are unique, not secret: one random number for the process, which takes time to draw.
 _PROCESS: Final = uuid.uuid4().hex[:16].encode()
 _NUMBERS: Final = itertools.count()
@@ -26,6 +29,13 @@ _ID: Final = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 # Of W3C's Trace Context: version, trace id, parent id, flags.
 _TRACEPARENT: Final = re.compile(rb"[\da-f]{2}-([\da-f]{32})-[\da-f]{16}-[\da-f]{2}")
+
+
+def error_response(error: ApiError, scope: MutableMapping[str, Any]) -> JsonResponse:
+    """Makes the response for an error, in the form of the API that the request is for."""
+    is_message = scope["path"] in MESSAGE_PATHS
+    body = error.message_body(scope[REQUEST_ID]) if is_message else error.body()
+    return JsonResponse(body, status_code=error.status, headers=error.headers)
 
 
 class Exchange:
@@ -56,6 +66,8 @@ class Exchange:
         self._id = given if _ID.fullmatch(given) else b"%s%016x" % (_PROCESS, next(_NUMBERS))
         scope[REQUEST_ID] = self._id.decode()
         self._headers = [(b"x-request-id", self._id)]
+        if route in MESSAGE_PATHS:
+            self._headers.append((b"request-id", self._id))
         trace_id = ""
         self._span = None if traces is None else traces.begin(scope["headers"], route)
         if self._span is not None:

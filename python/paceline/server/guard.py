@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from paceline.checks import shorten
 from paceline.server.bodies import BODY, ClientGone, Receive, read_body, too_large
-from paceline.server.connection import Send, error_response
+from paceline.server.connection import Send
 from paceline.server.errors import ApiError
-from paceline.server.exchange import Exchange
+from paceline.server.exchange import MESSAGE_PATHS, Exchange, error_response
 from paceline.server.service import Service
 
 Scope = MutableMapping[str, Any]
@@ -26,14 +26,20 @@ MAX_HEADER_BYTES: Final = 16 * 2**10
 _OPEN_PATHS: Final = ("/health", "/ping", "/")
 #: The key of a request's API key in its ASGI scope; without a key on the server there is none.
 API_KEY: Final = "paceline.api_key"
-GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GENERATING_PATHS: Final = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
 # These make outputs, or the token ids for one, so they are refused while the server is full, before
 # their body is read.
-_ADMITTED_PATHS: Final = (*GENERATING_PATHS, "/tokenize", "/detokenize")
+_ADMITTED_PATHS: Final = (*GENERATING_PATHS, *MESSAGE_PATHS, "/tokenize", "/detokenize")
 # Responses are counted by these routes; all others count as "other".
 _ROUTES: Final = (
     *_OPEN_PATHS,
     *GENERATING_PATHS,
+    *MESSAGE_PATHS,
     "/v1/models",
     "/v1/capabilities",
     "/v1/stats",
@@ -136,15 +142,20 @@ class Guard:
         if not keys:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
             return
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        # Clients of Anthropic's API send the second, and may send both.
+        sent = (bearer if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
         # Compares with all, so that the time does not tell which one is alike.
-        found = [key for key in keys if secrets.compare_digest(given, key.encode())]
-        if scheme.lower() == b"bearer" and found:
+        found = [
+            key for given in sent for key in keys if secrets.compare_digest(given, key.encode())
+        ]
+        if found:
             scope[API_KEY] = found[0]
         else:
             raise ApiError(
                 401,
-                "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'",
+                "the API key is missing or wrong; send the header 'Authorization: Bearer KEY', or "
+                "'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -170,7 +181,7 @@ async def _refuse(
 ) -> None:
     """Sends an error at once, and then reads on for a while: a connection that is closed while its
     client still writes loses the answer."""
-    response = error_response(error)
+    response = error_response(error, scope)
     await send(
         {
             "type": "http.response.start",

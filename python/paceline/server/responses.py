@@ -9,13 +9,13 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
 
-from paceline.outputs import RequestError, RequestOutput, StreamChunk
 from paceline.server.connection import to_json
 from paceline.server.errors import as_api_error
 from paceline.server.formats import Part
 from paceline.server.metrics import RequestFigures
 from paceline.server.response_fields import ResponseCall
 from paceline.server.shapes import metrics_of
+from paceline.server.single_run import SingleRun
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 
 
-class ResponseRun:
+class ResponseRun(SingleRun):
     """A request to /v1/responses while it runs."""
 
     def __init__(
@@ -49,15 +49,9 @@ class ResponseRun:
             span: The request's span; None = it has none.
             shows_cached_tokens: See `Service`.
         """
+        super().__init__(stream, call.chat, figures, span)
         self._shows_cached_tokens = shows_cached_tokens
-        self._span = span
-        self._stream = stream
-        self._figures = figures
-        self._clock = figures.clock()
-        make_parser = call.chat.make_parser
-        self._parser = None if make_parser is None else make_parser()
         self._items = Items()
-        self._output: RequestOutput | None = None
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",
             "object": "response",
@@ -73,22 +67,14 @@ class ResponseRun:
             **call.shown,
         }
 
-    async def start(self) -> None:
-        """Queues the request; errors in it are raised here."""
-        await self._stream.start()
-
-    async def close(self) -> None:
-        """Ends the request."""
-        await self._stream.aclose()
-
     async def whole(self) -> dict[str, Any]:
         """Waits for the output and returns the response.
 
         Raises:
             RequestError: The engine failed to complete the request.
         """
-        async for chunk in self._stream:
-            self._take(chunk)
+        async for parts in self.parts():
+            self._items.take(parts)
         self._items.end()
         return self._response()
 
@@ -109,12 +95,11 @@ class ResponseRun:
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
         try:
-            async for chunk in self._stream:
-                for event in self._take(chunk):
+            async for parts in self.parts():
+                for event in self._items.take(parts):
                     yield event
         except Exception as error:
-            if self._span is not None:
-                self._span.note_error(error)
+            self.note_error(error)
             failed = {"code": "server_error", "message": as_api_error(error).message}
             response = begun | {"status": "failed", "error": failed}
             yield {"type": "response.failed", "response": response}
@@ -124,41 +109,24 @@ class ResponseRun:
         response = self._response()
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _take(self, chunk: StreamChunk) -> list[Event]:
-        self._clock.note(chunk)
-        if self._parser is None:
-            parts = [Part("content", chunk.text)] if chunk.text else []
-        else:
-            parts = self._parser.push(chunk.text)
-            parts += self._parser.finish() if chunk.finished else []
-        if chunk.output is not None:
-            self._output = chunk.output
-            self._figures.count(chunk.output)
-            if self._span is not None:
-                self._span.note_output(chunk.output)
-            if chunk.output.error is not None:
-                raise RequestError(chunk.output.error, [chunk.output])
-        return self._items.take(parts)
-
     def _response(self) -> dict[str, Any]:
-        assert self._output is not None
-        (one,) = self._output.outputs
+        output, one = self.output
         is_cut = one.finish_reason == "length"
-        num_input, num_output = len(self._output.prompt_token_ids), len(one.token_ids)
+        num_input, num_output = len(output.prompt_token_ids), len(one.token_ids)
         usage: dict[str, Any] = {
             "input_tokens": num_input,
             "output_tokens": num_output,
             "total_tokens": num_input + num_output,
         }
         if self._shows_cached_tokens:
-            usage["input_tokens_details"] = {"cached_tokens": self._output.num_cached_tokens}
+            usage["input_tokens_details"] = {"cached_tokens": output.num_cached_tokens}
         return self._head | {
             "status": "incomplete" if is_cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items.made,
             "usage": usage,
-            "metrics": metrics_of([self._output]),
+            "metrics": metrics_of([output]),
         }
 
 

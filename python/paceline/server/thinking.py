@@ -83,3 +83,38 @@ def with_effort(
                 name.partition(".")[0],
             )
     return {**(given or {}), **added} if added else given
+
+
+def with_switch(
+    given: dict[str, Any] | None, is_on: bool | None, thinking: Thinking
+) -> dict[str, Any] | None:
+    """Switches thinking on or off with the variable of the chat template.
+
+    Args:
+        given: The variables so far; None = there are none.
+        is_on: Whether the model is to think; None = as it does by itself.
+        thinking: What the template reads.
+
+    Returns:
+        The variables.
+
+    Raises:
+        ApiError: The template has no such variable, or `given` says it already.
+    """
+    if is_on is None or (is_on and thinking.efforts):
+        return given  # a model with efforts thinks in any case
+    if not is_on and thinking == Thinking():
+        return given  # it does not think
+    if thinking.switch is None:
+        raise refusal(
+            f"thinking is {'enabled' if is_on else 'disabled'}, but this model's chat template "
+            "has no switch for it; leave it out",
+            "thinking",
+        )
+    if thinking.switch in (given or {}):
+        raise refusal(
+            f"thinking is given, and {thinking.switch} in chat_template_kwargs is too; allowed: "
+            "one of them",
+            "thinking",
+        )
+    return {**(given or {}), thinking.switch: is_on}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from paceline.prompts import check_prompt_chars
 from paceline.server.bodies import Fields
 from paceline.server.errors import TOO_LONG, ApiError, refusal
 from paceline.server.fields import take_conversation
+from paceline.server.message_fields import read_counted
 from paceline.server.tools import check_tools
 from paceline.token_bound import min_num_tokens
 
@@ -93,6 +94,21 @@ def read_tokenize(service: Service, given: dict[str, Any]) -> Conversion:
             "tokens": ids,
             "token_strs": tokenizer.convert_ids_to_tokens(ids) if returns_strings else None,
         }
+
+    return convert
+
+
+def read_count(service: Service, given: dict[str, Any]) -> Conversion:
+    """Reads the body of a request to /v1/messages/count_tokens; see `read_tokenize`."""
+    messages, arguments = read_counted(
+        given, service.check_model, service.text_format, service.thinking
+    )
+    tokenizer = service.allm.llm.get_tokenizer()
+
+    def convert() -> dict[str, Any]:
+        (text,) = service.chat_templates.render(messages, **arguments)
+        _check_chars(service, "the prompt of messages", text)
+        return {"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))}
 
     return convert
 
