@@ -82,7 +82,7 @@ DIFFERENCES: Final = {
         "gpu_memory_utilization": "no default (see the KV pool above); only on CUDA",
         "load_format": '"auto" or "dummy"',
         "max_logprobs": "0 to 64; -1 is refused",
-        "max_model_len": "at most 4,096 unless you set it",
+        "max_model_len": "default: the model's own length, or the largest that fits the memory",
         "max_num_seqs": "64 by default",
         "seed": "every request without a seed gets its own, derived from this one",
         "tensor_parallel_size": "1 is the only value allowed: a model runs on one GPU",

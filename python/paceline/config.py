@@ -104,8 +104,7 @@ class EngineConfig:
         dtype: Dtype of the weights: "auto" (as stored, if the runtime supports it), "float32" or
             "bfloat16". Sums are always float32. On CUDA, float32 weights use slow reference
             kernels, which are for comparing numbers.
-        max_model_len: Maximum tokens of prompt and output of one request; None = the target's
-            maximum, but at most 4,096.
+        max_model_len: Maximum tokens of prompt and output of one request; None = see `LLM`.
         max_num_seqs: Maximum sequences that run at the same time, 1 to 1,024.
         max_num_batched_tokens: Maximum rows of one iteration; None = 2,048, or more if the verify
             windows of max_num_seqs sequences need more.

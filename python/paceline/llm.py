@@ -103,8 +103,10 @@ class LLM(RunningLLM):
             cache_dir: The hub's cache, for target and drafter. None = that of huggingface_hub,
                 whose environment variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ...
             max_model_len: Largest number of tokens of a request, prompt and output together. None =
-                the length that the target supports, but at most 4,096. The drafter must
-                support the same length.
+                the length that the target supports if one such sequence fits the KV pool, and its
+                other state the memory; else the largest multiple of block_size that does, with a
+                warning in the log. A draft model must support the same length; one that supports
+                fewer tokens, but 4,096 or more, shortens the default.
             max_num_seqs: Largest number of outputs generated at the same time. Further outputs
                 wait.
             max_num_batched_tokens: Largest number of token rows in one iteration. None = 2,048, or
@@ -114,9 +116,10 @@ class LLM(RunningLLM):
                 an iteration takes about 2.75 times as long as one without prompts, by measured
                 times.
             kv_cache_bytes: Size of the KV pool in bytes. None = enough for max_num_seqs sequences
-                of max_model_len tokens, but on the CPU at most a quarter of the memory that is free
-                now, and on CUDA at most 90 % of the memory that the weights leave free, minus 2
-                GiB. `memory_report()` states the size and the reason. If the pool cannot hold all
+                of max_model_len tokens; without a max_model_len, of 4,096 tokens, and for one of
+                the default length. But on the CPU at most a quarter of the memory that is free now,
+                and on CUDA at most 90 % of the memory that the weights leave free, minus 2 GiB.
+                `memory_report()` states the size and the reason. If the pool cannot hold all
                 sequences at once, some wait, or are preempted and recomputed.
             gpu_memory_utilization: Fraction of the GPU's memory, above 0 to 1, that this engine may
                 use for weights, workspace, CUDA graphs and KV pool together. The pool gets what the

@@ -50,8 +50,9 @@ class CompletionOutput:
         finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or
             max_model_len was reached), "abort" (`AsyncLLM.abort`) or "error". None while the
             completion is not finished.
-        stop_reason: The stop string, or the member of `stop_token_ids`, that ended the output. None
-            otherwise, including at the checkpoint's own end-of-sequence tokens.
+        stop_reason: The stop string, or the member of `stop_token_ids`, that ended the output; or
+            "max_model_len" if that cut it before max_tokens. None otherwise, including at the
+            checkpoint's own end-of-sequence tokens.
         cumulative_logprob: The sum of the logprobs of `token_ids`. None without `logprobs`.
         index: Index of the completion among the `SamplingParams.n` of the request, from 0.
         token_sources: With `SamplingParams.return_token_sources`, how each of `token_ids` came:

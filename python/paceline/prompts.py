@@ -310,9 +310,12 @@ def _check_num_tokens(
 ) -> None:
     max_len = max_model_len - spare
     if num_tokens > max_len:
+        may_raise = num_tokens + spare <= target.max_position
+        advice = "; shorten it, or raise max_model_len" if may_raise else ""
         raise ValueError(
             f"{name} has {qualifier}{num_tokens} tokens; allowed: at most {max_len} "
             f"(max_model_len is {max_model_len}, the model was made for {target.max_position})"
+            f"{advice}"
         )
 
 

@@ -208,9 +208,16 @@ class Request:
         finish_reason = self.last_event.finish_reason
         if finish_reason == "cancelled":
             return "abort", None
+        if finish_reason == "length" and self._is_cut():
+            return "length", "max_model_len"
         if finish_reason == "stop" and self.token_ids[-1] in (self.params.stop_token_ids or ()):
             return "stop", self.token_ids[-1]
         return finish_reason, None
+
+    def _is_cut(self) -> bool:
+        """Whether an output that has ended is shorter than it was allowed to be."""
+        most = self.params.max_tokens
+        return most is None or len(self.token_ids) < most
 
     def completion(self) -> CompletionOutput:
         """Returns the output so far; later tokens do not change it."""

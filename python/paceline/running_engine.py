@@ -20,7 +20,7 @@ from paceline.memory import group_max_bytes, memory_plan
 from paceline.reports import capabilities, engine_stats, kv_groups
 from paceline.request_factory import RequestFactory
 from paceline.speculative_config import SpeculativeConfig
-from paceline.startup import executor_options, resolve_max_model_len
+from paceline.startup import check_max_model_len, executor_options
 
 _logger = logging.getLogger("paceline")
 
@@ -64,15 +64,16 @@ class RunningEngine:
             for note in model.notes:
                 _logger.info("%s: %s", model.path, note)
         config.check_on_device(target.model.device)
-        max_model_len = resolve_max_model_len(config.max_model_len, target, draft)
-        self._describe(target, draft, config, speculative, max_model_len=max_model_len)
-        options = executor_options(config, speculative, max_model_len=max_model_len)
+        check_max_model_len(config.max_model_len, target, draft)
+        options = executor_options(config, speculative)
         draft_model = None if draft is None else draft.model
         engine_log.start()
         executor = None
         try:
             with capture_progress(is_shown=show_progress) as report:
                 executor = _core.Executor(target.model, draft_model, options, report)
+            max_model_len = executor.options["max_model_len"]
+            self._describe(target, draft, config, speculative, max_model_len=max_model_len)
             self._kv_groups = kv_groups(executor.memory_report())
             self._dispatcher = Dispatcher(executor)
             engine_log.forward()

@@ -30,8 +30,8 @@ def check_max_num_batched_tokens(
         )
 
 
-def resolve_max_model_len(given: int | None, target: LoadedModel, draft: LoadedModel | None) -> int:
-    """Returns the maximum length in effect, in tokens.
+def check_max_model_len(given: int | None, target: LoadedModel, draft: LoadedModel | None) -> None:
+    """Checks the maximum length, given or the default of an engine that has enough memory.
 
     Raises:
         ValueError: The target or the drafter does not support it.
@@ -41,8 +41,8 @@ def resolve_max_model_len(given: int | None, target: LoadedModel, draft: LoadedM
             f"max_model_len is {given}; allowed: 1 to {target.max_position}, the length that "
             f"{target.path} supports"
         )
-    max_model_len = given or int(_core.default_options(target.model, None, {})["max_model_len"])
-    # Not lowered to the drafter's length: requests end at the same length with and without it.
+    draft_model = None if draft is None else draft.model
+    max_model_len = given or _core.default_options(target.model, draft_model, {})["max_model_len"]
     if draft is not None and draft.max_position < max_model_len:
         raise ValueError(
             f"max_model_len is {max_model_len} ({target.path} supports "
@@ -50,16 +50,13 @@ def resolve_max_model_len(given: int | None, target: LoadedModel, draft: LoadedM
             f"{draft.max_position}; allowed: max_model_len={draft.max_position} or less with this "
             "drafter"
         )
-    return max_model_len
 
 
-def executor_options(
-    config: EngineConfig, speculative: SpeculativeConfig | None, *, max_model_len: int
-) -> dict[str, Any]:
+def executor_options(config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
     """Returns the `options` of `_core.Executor`."""
     k = 0 if speculative is None else speculative.num_speculative_tokens or 0
     options: dict[str, Any] = {
-        "max_model_len": max_model_len,
+        "max_model_len": config.max_model_len or 0,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens or 0,
         "prefill_chunk_size": config.prefill_chunk_size or 0,

@@ -150,6 +150,30 @@ TEST(KvCacheSizeTest, LeavesRoomOnAGpu) {
   EXPECT_THAT(found.reason, HasSubstr("would take " + std::to_string(wanted)));
 }
 
+// With a default max_model_len: room for many short sequences at a time, or for one long one.
+TEST(KvCacheSizeTest, HoldsShortSequencesOrOneLongOne) {
+  const auto bytes = [](Device device, int32_t max_num_seqs, int32_t len, int32_t shared_len) {
+    return default_kv_cache_size(std::vector{full()}, {}, DType::kFloat32, device,
+                                 options(max_num_seqs, len), {.free = 100 * kGib}, shared_len);
+  };
+  for (const Device device : {Device::kCpu, Device::kCuda}) {
+    EXPECT_EQ(bytes(device, 64, 100'000, 4096).bytes, bytes(device, 64, 4096, 0).bytes);
+    EXPECT_EQ(bytes(device, 64, 1'000'000, 4096).bytes, bytes(device, 1, 1'000'000, 0).bytes);
+    EXPECT_EQ(bytes(device, 64, 2000, 2000).reason, bytes(device, 64, 2000, 0).reason);
+  }
+  EXPECT_EQ(bytes(Device::kCpu, 64, 100'000, 4096).reason,
+            "default: enough for 64 sequences of 4096 tokens, or for one of 100000");
+}
+
+TEST(KvCacheSizeTest, CountsWhatLiesBesideThePool) {
+  ExecutorOptions o = options(64, 4096);
+  o.kv_cache_bytes = 5 * kGib;
+  EXPECT_TRUE(has_room_beside(o, 2 * kGib, Device::kCpu, 7 * kGib));
+  EXPECT_FALSE(has_room_beside(o, 2 * kGib + 1, Device::kCpu, 7 * kGib));
+  EXPECT_TRUE(has_room_beside(o, kGib, Device::kCuda, 7 * kGib)) << "and 1 GiB of graphs";
+  EXPECT_FALSE(has_room_beside(o, kGib + 1, Device::kCuda, 7 * kGib));
+}
+
 TEST(KvCacheSizeTest, RefusesAGpuWithoutRoom) {
   const std::string message = message_of<OutOfMemory>(
       [] { static_cast<void>(size(Device::kCuda, {full()}, options(4, 1000), 2 * kGib)); });

@@ -296,7 +296,7 @@ def test_too_few_batched_tokens(target_dir: Path, speculative_config: dict[str, 
 
 def test_no_blocks_for_one_request(target_dir: Path) -> None:
     refuses(lambda: LLM(target_dir, kv_cache_bytes=1000), "kv_cache_bytes", "1000")
-    with LLM(target_dir, kv_cache_bytes=256 << 10) as llm:
+    with LLM(target_dir, kv_cache_bytes=256 << 10, max_model_len=2048) as llm:
         before = llm._executor.stats()
         refuses(lambda: llm.generate(["a", [5] * 1500], GREEDY), "KV blocks", "kv_cache_bytes")
         assert llm.generate("a", GREEDY)[0].outputs[0].token_ids

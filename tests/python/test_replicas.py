@@ -456,6 +456,16 @@ def test_a_conversation_stays_on_its_replica(replicas: RunningServer) -> None:
     assert cached[0] == 0 and min(cached[1:]) >= 64
 
 
+def test_replicas_have_one_length() -> None:
+    """A request may go on in another replica, where it must end at the same length."""
+    given = [arguments(kv_cache_bytes=size, max_model_len=None) for size in (3 << 18, 1 << 20)]
+    with pytest.raises(
+        ValueError, match=r"default of --max-model-len differs, \d+ and \d+"
+    ) as error:
+        ReplicaSet(given, [{}, {}], log_level="ERROR")
+    assert "give --max-model-len" in str(error.value)
+
+
 def test_replicas_keep_salts_apart(replicas: RunningServer) -> None:
     wait_until_up(replicas)
     body = {"prompt": f"y = 2\n{LONG_PROMPT}", "max_tokens": 4, "temperature": 0}

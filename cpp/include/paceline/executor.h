@@ -155,17 +155,18 @@ struct KvCacheSize {
 };
 
 // The size that an Executor gives its KV pool where options.kv_cache_bytes is 0. On the CPU: enough
-// for max_num_seqs sequences of max_model_len tokens, but at most a quarter of free memory. On
-// CUDA: the same, as if no layer had a window, but at most 90 % of free memory less 2 GiB for
-// workspace and captured graphs, or what options.gpu_memory_utilization leaves. free_bytes: memory
-// that is free beside the weights of both models; nullopt: ask the system. Throws OutOfMemory where
-// a GPU has no room for a pool.
+// for max_num_seqs sequences of max_model_len tokens, but at most a quarter of free memory; where
+// max_model_len is 0, of 4,096 tokens, and for one sequence of the default length. On CUDA: the
+// same, as if no layer had a window, but at most 90 % of free memory less 2 GiB for workspace and
+// captured graphs, or what options.gpu_memory_utilization leaves. free_bytes: memory that is free
+// beside the weights of both models; nullopt: ask the system. Throws OutOfMemory where a GPU has no
+// room for a pool.
 [[nodiscard]] PACELINE_API KvCacheSize
 default_kv_cache_size(const Model& target, const Model* draft, const ExecutorOptions& options,
                       std::optional<int64_t> free_bytes = std::nullopt);
 
 // The options that an Executor chooses by itself for these models on their device, as numbers: the
-// KV pool from the memory that is free now, max_model_len, max_num_batched_tokens, and k for a
+// KV pool and max_model_len from the memory that is free now, max_num_batched_tokens, and k for a
 // drafter that load_model_folder has read. `draft` is null without a drafter.
 [[nodiscard]] PACELINE_API ExecutorOptions recommended_options(const Model& target,
                                                                const Model* draft);

@@ -56,7 +56,8 @@ typedef struct paceline_options {
   size_t size;         // set by paceline_options_init
   const char* device;  // "cpu" or "cuda"; null: "cuda" if a GPU is usable, otherwise "cpu"
   // In these fields, 0 leaves the choice to the engine.
-  int32_t max_model_len;           // largest prompt + output of a request, in tokens
+  int32_t max_model_len;           // largest prompt + output of a request, in tokens; 0: what the
+                                   // model supports, if the memory has room for it
   int32_t max_num_seqs;            // largest number of samples that run at the same time; 0 is 64
   int32_t max_num_batched_tokens;  // largest number of rows of one iteration
   // Largest number of prompt tokens of one sample in an iteration; 0: see ExecutorOptions.

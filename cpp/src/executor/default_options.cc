@@ -2,18 +2,19 @@
 #include "executor/default_options.h"
 
 #include <algorithm>
+#include <optional>
 
 #include <paceline/executor.h>
 
 #include "base/boundary.h"
 #include "base/check.h"
+#include "executor/default_sizes.h"
 #include "executor/option_limits.h"
 #include "model/model_impl.h"
 
 namespace paceline {
 namespace {
 
-constexpr int32_t kDefaultModelLen = 4096;
 constexpr int64_t kDefaultBatchedTokens = 2048;
 
 // Only where the output does not depend on the number of drafts, and its cost can be measured.
@@ -24,18 +25,21 @@ bool adapts_by_default(const ExecutorOptions& o) {
 }
 
 ExecutorOptions recommend(const ExecutorOptions& given, const Model& target, const Model* draft) {
-  ExecutorOptions options = with_defaults(given, target, draft);
-  options.kv_cache_bytes = default_kv_cache_size(target, draft, options).bytes;
-  return options;
+  return choose_sizes(given, target, draft, std::nullopt).options;
 }
 
 }  // namespace
 
+int32_t longest_model_len(const Model& target, const Model* draft) {
+  const int32_t supported = target.config.max_position;
+  // A draft head supports all positions of its target; its own max_position describes its training.
+  if (draft == nullptr || draft->config.drafter) return supported;
+  const int32_t least = std::min(supported, kLeastDefaultLen);
+  return std::clamp(draft->config.max_position, least, supported);
+}
+
 ExecutorOptions with_defaults(ExecutorOptions o, const Model& target, const Model* draft) {
-  // Not lowered to the positions of a draft model: requests end at the same length without it.
-  if (o.max_model_len == 0) {
-    o.max_model_len = std::min(target.config.max_position, kDefaultModelLen);
-  }
+  if (o.max_model_len == 0) o.max_model_len = longest_model_len(target, draft);
   int32_t& k = o.speculative.num_speculative_tokens;
   if (k == 0 && draft != nullptr) k = draft->default_draft_tokens;
   SpeculativeOptions& s = o.speculative;

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "executor/default_options.h"
+#include "executor/default_sizes.h"
 #include "executor/engine.h"
 #include "executor/kv_cache_size.h"
 #include "executor/option_checks.h"
@@ -16,17 +17,6 @@
 #include "model/model_impl.h"
 
 namespace paceline {
-namespace {
-
-// Chooses kv_cache_bytes if it is 0. Returns the rule that gave the value.
-std::string choose_kv_cache_bytes(ExecutorOptions& o, const Model& target, const Model* draft) {
-  if (o.kv_cache_bytes != 0) return "as given";
-  KvCacheSize size = default_kv_cache_size(target, draft, o);
-  o.kv_cache_bytes = size.bytes;
-  return std::move(size.reason);
-}
-
-}  // namespace
 
 // Counts an executor among those that use a model.
 class ModelLease {
@@ -85,8 +75,8 @@ struct Executor::Impl {
         draft(std::move(draft_model)),
         target_lease(target.get()),
         draft_lease(draft == target ? nullptr : draft.get()),
-        options(executor_options),
-        kv_cache_rule(choose_kv_cache_bytes(options, *target, draft.get())),
+        sizes(choose_sizes(executor_options, *target, draft.get(), std::nullopt)),
+        options(sizes.options),
         layout(plan_layout(options, *target, draft.get())) {
     std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options, progress);
     workspace = runner->workspace_bytes();
@@ -96,6 +86,12 @@ struct Executor::Impl {
       check_gpu_memory_use(options, cuda_status().total_bytes, memory_report());
     }
     log_made(LogLevel::kInfo, [&] { return start_line(); });
+    if (sizes.is_shortened) {
+      log_made(LogLevel::kWarning, [&] {
+        return concat("max_model_len is ", options.max_model_len, " by default: ",
+                      sizes.model_len_rule, ". Set max_model_len to choose it yourself");
+      });
+    }
   }
 
   // What the engine runs with.
@@ -107,8 +103,8 @@ struct Executor::Impl {
   std::shared_ptr<const Model> draft;
   ModelLease target_lease;
   ModelLease draft_lease;  // of no model where it is the target
-  ExecutorOptions options;
-  std::string kv_cache_rule;
+  DefaultSizes sizes;
+  const ExecutorOptions& options;  // of sizes
   KvLayout layout;
   std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;
@@ -119,10 +115,13 @@ std::string Executor::Impl::start_line() const {
   const auto mib = [](int64_t bytes) { return bytes >> 20; };
   const std::string graphs =
       graph_bytes > 0 ? concat(", ", mib(graph_bytes), " MiB of captured graphs") : std::string();
+  // A length that is shortened has a line of its own.
+  const bool has_rule = !sizes.model_len_rule.empty() && !sizes.is_shortened;
+  const std::string rule = has_rule ? concat(" (", sizes.model_len_rule, ")") : std::string();
   return concat("The engine has started on ", device_name(target->device), ": ",
-                options.max_num_seqs, " samples of up to ", options.max_model_len,
-                " tokens, k = ", options.speculative.num_speculative_tokens, "; a KV pool of ",
-                mib(layout.pool_bytes), " MiB (", kv_cache_rule, ")", graphs);
+                options.max_num_seqs, " samples of up to ", options.max_model_len, " tokens", rule,
+                ", k = ", options.speculative.num_speculative_tokens, "; a KV pool of ",
+                mib(layout.pool_bytes), " MiB (", sizes.kv_cache_rule, ")", graphs);
 }
 
 MemoryReport Executor::Impl::memory_report() {
@@ -130,7 +129,7 @@ MemoryReport Executor::Impl::memory_report() {
   MemoryReport report{.target_weight_bytes = target->weights.arena.bytes(),
                       .draft_weight_bytes = draft != nullptr ? draft->weights.arena.bytes() : 0,
                       .kv_pool_bytes = layout.pool_bytes,
-                      .kv_cache_rule = kv_cache_rule,
+                      .kv_cache_rule = sizes.kv_cache_rule,
                       .kv_slab_bytes = layout.slab_bytes,
                       .kv_num_slabs = layout.num_slabs,
                       .kv_free_slabs = usage.free_slabs,
@@ -165,7 +164,7 @@ Executor::Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Mo
     if (progress) {
       report = [&](int32_t done, int32_t total) { call_back([&] { progress(done, total); }); };
     }
-    impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), all, report);
+    impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options, report);
   });
 }
 

@@ -6,16 +6,11 @@
 #include <cstdio>
 #include <limits>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "base/boundary.h"
 #include "base/check.h"
-#include "device/host_bytes.h"
-#include "executor/default_options.h"
-#include "executor/dtypes.h"
-#include "executor/setup.h"
-#include "model/kv_shapes.h"
-#include "model/model_impl.h"
+#include "executor/default_sizes.h"
 
 namespace paceline {
 namespace {
@@ -127,20 +122,40 @@ int64_t pool_bytes(const Layers& layers, const ExecutorOptions& o, TokensOf toke
   return bytes;
 }
 
-KvCacheSize size_on_cpu(const Layers& layers, const ExecutorOptions& o,
-                        std::optional<int64_t> free_bytes) {
-  const int64_t num_seqs = o.max_num_seqs;
-  const int64_t wanted = pool_bytes(layers, o, [&](const KvLayerShape& layer) {
-    const int32_t window = kv_window(layer.kind);
-    return window == 0 ? all_tokens(layer, o) : window_tokens(window, o);
+// The bytes of a pool with room for max_num_seqs sequences of `shared_len` tokens at a time, and
+// for one of max_model_len tokens alone. `bytes_of` gives the bytes for options.
+template <class BytesOf>
+int64_t wanted_bytes(const ExecutorOptions& o, int32_t shared_len, BytesOf bytes_of) {
+  ExecutorOptions shared = o;
+  shared.max_model_len = shared_len;
+  if (shared_len >= o.max_model_len) return bytes_of(shared);
+  ExecutorOptions alone = o;
+  alone.max_num_seqs = 1;
+  return std::max(bytes_of(shared), bytes_of(alone));
+}
+
+// "64 sequences of 4096 tokens, or for one of 32768".
+std::string room_of(const ExecutorOptions& o, int32_t shared_len, int64_t extra) {
+  const std::string shared =
+      concat(o.max_num_seqs, " sequences of ", shared_len + extra, " tokens");
+  if (shared_len >= o.max_model_len) return shared;
+  return concat(shared, ", or for one of ", o.max_model_len + extra);
+}
+
+KvCacheSize size_on_cpu(const Layers& layers, const ExecutorOptions& given,
+                        std::optional<int64_t> free_bytes, int32_t shared_len) {
+  const int64_t wanted = wanted_bytes(given, shared_len, [&](const ExecutorOptions& o) {
+    return pool_bytes(layers, o, [&](const KvLayerShape& layer) {
+      const int32_t window = kv_window(layer.kind);
+      return window == 0 ? all_tokens(layer, o) : window_tokens(window, o);
+    });
   });
+  const std::string room = room_of(given, shared_len, 0);
   if (!free_bytes || wanted <= *free_bytes / kCpuShare) {
-    return {wanted,
-            concat("default: enough for ", num_seqs, " sequences of ", o.max_model_len, " tokens")};
+    return {wanted, concat("default: enough for ", room)};
   }
-  return {*free_bytes / kCpuShare,
-          concat("default: a quarter of the ", *free_bytes, " bytes of free memory; ", num_seqs,
-                 " sequences of ", o.max_model_len, " tokens would take ", wanted)};
+  return {*free_bytes / kCpuShare, concat("default: a quarter of the ", *free_bytes,
+                                          " bytes of free memory; ", room, " would take ", wanted)};
 }
 
 // What gpu_memory_utilization leaves for the pool, of which `wanted` bytes are of use.
@@ -170,22 +185,26 @@ KvCacheSize size_by_utilization(const ExecutorOptions& o, const DeviceBytes& mem
   return {size, concat(sum, size == wanted ? "; all sequences can use no more" : "")};
 }
 
-KvCacheSize size_on_cuda(const Layers& layers, const ExecutorOptions& o,
-                         const DeviceBytes& memory) {
+KvCacheSize size_on_cuda(const Layers& layers, const ExecutorOptions& given,
+                         const DeviceBytes& memory, int32_t shared_len) {
   const int64_t free_bytes = memory.free.value_or(0);
-  const int64_t tokens_per_seq = o.max_model_len + extra_tokens(o);
   // This counts every layer as if it held all tokens, but for the tails, which are far larger than
   // what they are compressed to.
-  const int64_t wanted = pool_bytes(layers, o, [&](const KvLayerShape& layer) {
-    const auto* const tail = std::get_if<TailKv>(&layer.kind);
-    return tail == nullptr ? all_tokens(layer, o) : window_tokens(tail->window, o);
-  });
-  if (o.gpu_memory_utilization > 0) return size_by_utilization(o, memory, wanted);
+  const auto bytes_of = [&](const ExecutorOptions& o) {
+    return pool_bytes(layers, o, [&](const KvLayerShape& layer) {
+      const auto* const tail = std::get_if<TailKv>(&layer.kind);
+      return tail == nullptr ? all_tokens(layer, o) : window_tokens(tail->window, o);
+    });
+  };
+  if (given.gpu_memory_utilization > 0) {
+    return size_by_utilization(given, memory, bytes_of(given));
+  }
+  const int64_t wanted = wanted_bytes(given, shared_len, bytes_of);
+  const std::string room = room_of(given, shared_len, extra_tokens(given));
   const int64_t available =
       static_cast<int64_t>(static_cast<double>(free_bytes) * kCudaShare) - kCudaReserveBytes;
   if (wanted <= available) {
-    return {wanted, concat("default: enough for ", o.max_num_seqs, " sequences of ", tokens_per_seq,
-                           " tokens, as if no layer had a window")};
+    return {wanted, concat("default: enough for ", room, ", as if no layer had a window")};
   }
   if (available < kMinBytes) {
     throw OutOfMemory(
@@ -197,18 +216,25 @@ KvCacheSize size_on_cuda(const Layers& layers, const ExecutorOptions& o,
   }
   return {available,
           concat("default: 90% of the ", free_bytes, " bytes that are free on the GPU, less ",
-                 kCudaReserveBytes, " for workspace and graphs; ", o.max_num_seqs, " sequences of ",
-                 tokens_per_seq, " tokens would take ", wanted)};
+                 kCudaReserveBytes, " for workspace and graphs; ", room, " would take ", wanted)};
 }
 
 }  // namespace
 
 KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                   std::span<const KvLayerShape> draft, DType dtype, Device device,
-                                  const ExecutorOptions& options, const DeviceBytes& memory) {
+                                  const ExecutorOptions& options, const DeviceBytes& memory,
+                                  int32_t shared_len) {
   const Layers layers = {target, draft, dtype};
-  if (device == Device::kCuda) return size_on_cuda(layers, options, memory);
-  return size_on_cpu(layers, options, memory.free);
+  if (shared_len == 0) shared_len = options.max_model_len;
+  if (device == Device::kCuda) return size_on_cuda(layers, options, memory, shared_len);
+  return size_on_cpu(layers, options, memory.free, shared_len);
+}
+
+bool has_room_beside(const ExecutorOptions& options, int64_t workspace_bytes, Device device,
+                     int64_t free_bytes) {
+  const int64_t reserve = device == Device::kCuda ? kGraphReserveBytes : 0;
+  return plus(options.kv_cache_bytes, plus(workspace_bytes, reserve)) <= free_bytes;
 }
 
 void check_gpu_memory_use(const ExecutorOptions& o, int64_t total_bytes,
@@ -228,22 +254,10 @@ void check_gpu_memory_use(const ExecutorOptions& o, int64_t total_bytes,
 KvCacheSize default_kv_cache_size(const Model& target, const Model* draft,
                                   const ExecutorOptions& given, std::optional<int64_t> free_bytes) {
   return at_boundary([&] {
-    const ExecutorOptions options = with_defaults(given, target, draft);
-    DeviceBytes memory = {.free = free_bytes};
-    if (!free_bytes) {
-      memory.free =
-          target.device == Device::kCuda ? std::optional(cuda_free_bytes()) : host_bytes().room();
-    }
-    if (options.gpu_memory_utilization > 0) {
-      memory.total = cuda_status().total_bytes;
-      memory.weights = model_weight_bytes(target) + (draft ? model_weight_bytes(*draft) : 0);
-      memory.workspace = workspace_bytes(options, target, draft);
-    }
-    const std::vector<KvLayerShape> draft_layers =
-        draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
-                         : std::vector<KvLayerShape>{};
-    return default_kv_cache_size(kv_layer_shapes(target.config), draft_layers, kv_dtype(target),
-                                 target.device, options, memory);
+    ExecutorOptions options = given;
+    options.kv_cache_bytes = 0;
+    DefaultSizes sizes = choose_sizes(options, target, draft, free_bytes);
+    return KvCacheSize{sizes.options.kv_cache_bytes, std::move(sizes.kv_cache_rule)};
   });
 }
 

@@ -25,11 +25,18 @@ struct DeviceBytes {
 };
 
 // Like the public `default_kv_cache_size`, but takes layers instead of models, and options without
-// defaults (default_options.h).
+// defaults (default_options.h). `shared_len`: the tokens of each of max_num_seqs sequences for which
+// there is room at a time; the pool has room for one of max_model_len tokens in any case. 0: that is
+// max_model_len, too, as it is with gpu_memory_utilization.
 [[nodiscard]] KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                                 std::span<const KvLayerShape> draft, DType dtype,
                                                 Device device, const ExecutorOptions& options,
-                                                const DeviceBytes& memory);
+                                                const DeviceBytes& memory, int32_t shared_len = 0);
+
+// Whether the pool of options.kv_cache_bytes and a workspace, and on a GPU the captured graphs, fit
+// `free_bytes` together.
+[[nodiscard]] bool has_room_beside(const ExecutorOptions& options, int64_t workspace_bytes,
+                                   Device device, int64_t free_bytes);
 
 // Throws OutOfMemory if an engine with gpu_memory_utilization uses more than that: its graphs have
 // turned out larger than what default_kv_cache_size reserves for them.

@@ -207,7 +207,8 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
 
 int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const Model* draft) {
   ExecutorOptions o = given;
-  o.kv_cache_bytes = int64_t{1} << 40;  // any pool: the workspace does not depend on its size
+  // Any pool: the workspace does not depend on its size.
+  if (o.kv_cache_bytes == 0) o.kv_cache_bytes = int64_t{1} << 40;
   const KvLayout layout = plan_layout(o, target, draft);
   const RunnerOptions runner = runner_options(o, target, draft);
   // The models outlive the call, so these need not own them.

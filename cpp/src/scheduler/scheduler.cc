@@ -30,6 +30,17 @@ int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1;
 
 }  // namespace
 
+std::vector<int64_t> most_blocks(const SchedulerOptions& options, const KvLayout& layout,
+                                 int32_t num_tokens) {
+  const int32_t width = options.num_draft_tokens + 1;
+  const int32_t rows = std::max(options.prefill_chunk_size, width);
+  // Counts held and quarantined tokens together. Every iteration in flight moves the window on by
+  // its rows, and the same number is released only when those iterations have completed. The
+  // reservation itself runs ahead by two windows of drafts.
+  const int32_t window_slack = 2 * options.max_in_flight * rows + 2 * width;
+  return peak_blocks(layout, num_tokens, window_slack, options.max_missed);
+}
+
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
     : options_(options), pool_(pool) {
   std::vector<int32_t>& lengths = options_.draft_lengths;
@@ -58,18 +69,8 @@ void Scheduler::reset(int64_t completed) {
   if (cache_.has_value()) cache_->reset();
 }
 
-int32_t Scheduler::window_slack() const {
-  const int32_t width = options_.num_draft_tokens + 1;
-  const int32_t rows = std::max(options_.prefill_chunk_size, width);
-  // Counts held and quarantined tokens together. Every iteration in flight moves the window on by
-  // its rows, and the same number is released only when those iterations have completed. The
-  // reservation itself runs ahead by two windows of drafts.
-  return 2 * options_.max_in_flight * rows + 2 * width;
-}
-
 bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
-  return pool_.fits_alone(peak_blocks(pool_.layout(), std::max(prompt_len, limit), window_slack(),
-                                      options_.max_missed));
+  return pool_.fits_alone(most_blocks(options_, pool_.layout(), std::max(prompt_len, limit)));
 }
 
 void Scheduler::add(Sequence& sequence) {
@@ -261,7 +262,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
   const int32_t k = sequence.max_drafts;
   const int32_t soon = std::max(std::min(sequence.limit, sequence.known_len() + 2 * (k + 1) + k),
                                 sequence.known_len());
-  std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack(), options_.max_missed);
+  std::vector<int64_t> counts = most_blocks(options_, layout, soon);
   for (size_t g = 0; g < counts.size(); ++g) {
     const KvGroup& group = layout.groups[g];
     // Blocks that a fork shares or that come from the cache are already allocated. In a sliding
@@ -279,8 +280,8 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
   }
   most_slabs_ = std::max(
       running_.empty() ? 0 : most_slabs_,
-      pool_.num_slabs_for(peak_blocks(layout, std::max(sequence.limit, sequence.known_len()),
-                                      window_slack(), options_.max_missed)));
+      pool_.num_slabs_for(
+          most_blocks(options_, layout, std::max(sequence.limit, sequence.known_len()))));
   pool_.keep_free_slabs(most_slabs_);
   sequence.seq_slot = free_seq_slots_.back();
   sequence.blocks.append_writes(sequence.seq_slot, plan.table_writes);

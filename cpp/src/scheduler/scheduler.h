@@ -67,6 +67,10 @@ struct SchedulerOptions {
   int32_t max_adopted_tokens = 0;
 };
 
+// The most blocks of each group that a sequence of `num_tokens` tokens has at a time.
+[[nodiscard]] std::vector<int64_t> most_blocks(const SchedulerOptions& options,
+                                               const KvLayout& layout, int32_t num_tokens);
+
 class Scheduler {
  public:
   Scheduler(const SchedulerOptions& options, SlabPool& pool);
@@ -180,7 +184,6 @@ class Scheduler {
   void preempt(Sequence& sequence);
   void release(Sequence& sequence);
   void free_all_slots();
-  [[nodiscard]] int32_t window_slack() const;
 
   SchedulerOptions options_;
   SlabPool& pool_;

@@ -184,6 +184,8 @@ def _summary(output: RequestOutput) -> str:
     speculative = metrics.speculative_decoding
     if speculative is not None and speculative["mean_acceptance_length"] is not None:
         parts.append(f"acceptance length {speculative['mean_acceptance_length']:.2f}")
-    if output.outputs[0].finish_reason == "length":
-        parts.append("ended by --max-tokens or --max-model-len")
+    if output.outputs[0].stop_reason == "max_model_len":
+        parts.append("ended by --max-model-len")
+    elif output.outputs[0].finish_reason == "length":
+        parts.append("ended by --max-tokens")
     return f"paceline: {', '.join(parts)}"

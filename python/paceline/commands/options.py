@@ -292,7 +292,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=integer,
         metavar="N",
         help="tokens of prompt and output together at most, N >= 1 (default: what the model "
-        "supports, but at most 4096)",
+        "supports, if the memory has room for it)",
     )
     group.add_argument(
         "--kv-cache-bytes",

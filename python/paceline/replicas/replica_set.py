@@ -256,6 +256,8 @@ class ReplicaSet(RemoteExecutor):
                 if self._is_closed:
                     return False
             arguments = self._arguments[replica.index]
+            if self._router is not None:  # as the others, whatever memory is free now
+                arguments = {**arguments, "max_model_len": self.facts.max_model_len}
             replica.outbox.put(("start", arguments, self._settings(replica)))
             writer.start()
             was_up = self._read(replica, connection)
@@ -348,6 +350,14 @@ class ReplicaSet(RemoteExecutor):
                 max_blocks=_most_blocks(facts.memory_report),
                 max_num_seqs=facts.options["max_num_seqs"],
             )
+        if facts.max_model_len != self.facts.max_model_len:
+            lengths = sorted((facts.max_model_len, self.facts.max_model_len))
+            replica.failure = ValueError(
+                f"the replicas' default of --max-model-len differs, {lengths[0]} and {lengths[1]}, "
+                f"because it depends on free memory; give --max-model-len {lengths[0]}"
+            )
+            self.changed.notify_all()
+            return
         replica.state, replica.error = "up", ""
         _logger.info("replica %d is up (process %d)", replica.index, process_id)
         waiting, self._waiting = self._waiting, []

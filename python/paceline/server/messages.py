@@ -51,7 +51,6 @@ class MessageRun(SingleRun):
         """
         super().__init__(stream, call, figures, span)
         self._shows_cached_tokens = shows_cached_tokens
-        self._max_tokens = call.wishes.params.max_tokens
         self._blocks = Blocks()
         self._request_id = request_id
         self._head: dict[str, Any] = {
@@ -108,12 +107,12 @@ class MessageRun(SingleRun):
 
     def _stop(self, one: CompletionOutput) -> dict[str, Any]:
         """Says why the output has ended."""
-        sequence = one.stop_reason if isinstance(one.stop_reason, str) else None
+        sequence = None
         if one.finish_reason == "length":
-            is_cut = len(one.token_ids) == self._max_tokens
-            reason = "max_tokens" if is_cut else "model_context_window_exceeded"
-        elif sequence is not None:
-            reason = "stop_sequence"
+            is_cut = one.stop_reason == "max_model_len"
+            reason = "model_context_window_exceeded" if is_cut else "max_tokens"
+        elif isinstance(one.stop_reason, str):
+            reason, sequence = "stop_sequence", one.stop_reason
         else:
             reason = "tool_use" if self._blocks.has_calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}

@@ -112,6 +112,9 @@ class ResponseRun(SingleRun):
     def _response(self) -> dict[str, Any]:
         output, one = self.output
         is_cut = one.finish_reason == "length"
+        details = {"reason": "max_output_tokens"} if is_cut else None
+        if details is not None and one.stop_reason is not None:
+            details["stop_reason"] = str(one.stop_reason)  # the reason has no word for it
         num_input, num_output = len(output.prompt_token_ids), len(one.token_ids)
         usage: dict[str, Any] = {
             "input_tokens": num_input,
@@ -123,7 +126,7 @@ class ResponseRun(SingleRun):
         return self._head | {
             "status": "incomplete" if is_cut else "completed",
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": details,
             "output": self._items.made,
             "usage": usage,
             "metrics": metrics_of([output]),
