@@ -105,7 +105,8 @@ class LLM(RunningLLM):
             max_model_len: Largest number of tokens of a request, prompt and output together. None =
                 the length that the target supports if one such sequence fits the KV pool, and its
                 other state the memory; else the largest multiple of block_size that does, with a
-                warning in the log. A draft model must support the same length; one that supports
+                warning in the log. At most 4,096 for DeepSeek-V4, whose iterations take longer with
+                a larger one. A draft model must support the same length; one that supports
                 fewer tokens, but 4,096 or more, shortens the default.
             max_num_seqs: Largest number of outputs generated at the same time. Further outputs
                 wait.

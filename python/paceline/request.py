@@ -44,6 +44,7 @@ class Request:
         logprobs: LogprobReader | None = None,
         sample: int = 0,
         grammars: Grammars | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         """Starts without output.
 
@@ -58,6 +59,7 @@ class Request:
             logprobs: Converts the engine's logprobs; None if their tokens have no text.
             sample: Index among the request's samples.
             grammars: Of the model; None where `sampling` has no grammar.
+            max_model_len: The length at which the engine ends the request; None = unknown.
         """
         self.index = index
         self.prompt = prompt
@@ -67,6 +69,7 @@ class Request:
         self.detokenizer = detokenizer
         self.sample = sample
         self._grammars = grammars
+        self._max_model_len = max_model_len
         # Set when the request is queued.
         self.request_id = ""
         self.queued_at = 0.0  # time.monotonic()
@@ -215,8 +218,10 @@ class Request:
         return finish_reason, None
 
     def _is_cut(self) -> bool:
-        """Whether an output that has ended is shorter than it was allowed to be."""
-        most = self.params.max_tokens
+        """Whether the engine's limit has ended an output before max_tokens."""
+        longest, most = self._max_model_len, self.params.max_tokens
+        if longest is None or len(self.prompt_token_ids) + len(self.token_ids) < longest:
+            return False
         return most is None or len(self.token_ids) < most
 
     def completion(self) -> CompletionOutput:

@@ -105,6 +105,7 @@ class RequestFactory:
                 detokenizer=make_detokenizer(self._target.tokenizer, token_ids, param),
                 logprobs=logprobs if param.detokenize else None,
                 grammars=self.grammars,
+                max_model_len=self._max_model_len,
                 sample=sample,
             )
             for index, (text, token_ids, param, sampling) in enumerate(checked)

@@ -13,6 +13,7 @@
 #include <paceline/model.h>
 
 #include "executor/default_sizes.h"
+#include "support/compressed_models.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 #include "support/safetensors_writer.h"
@@ -84,6 +85,17 @@ TEST(DefaultOptions, FollowTheModelAndTheWindows) {
   options = {.speculative = {.num_speculative_tokens = 2}};
   EXPECT_THAT(message_of<InvalidArgument>([&] { Executor(model, short_draft, options); }),
               HasSubstr("max_model_len is 4096, but the drafter supports 256"));
+}
+
+TEST(DefaultOptions, AnIndexerKeepsTheLengthShort) {
+  testing::CompressedModel described;
+  described.max_position = 65'536;
+  const auto model = testing::compressed_model(described, 1);
+  const DefaultSizes sizes = choose_sizes({}, *model, nullptr, int64_t{1} << 40);
+  EXPECT_EQ(sizes.options.max_model_len, 4096);
+  EXPECT_TRUE(sizes.is_shortened);
+  EXPECT_THAT(sizes.model_len_rule, HasSubstr("each of its iterations longer"));
+  EXPECT_THAT(sizes.model_len_rule, HasSubstr("supports 65536 tokens"));
 }
 
 // The length of an engine whose memory is short: each sequence of it can run, and no longer one.

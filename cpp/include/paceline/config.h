@@ -91,6 +91,7 @@ struct ExecutorOptions {
   // and to those of a draft model. 0 is the positions of the target, or of a draft model that has
   // fewer, but at least 4,096; where a sequence of that length does not fit the KV pool or the
   // memory beside it, it is the largest multiple of block_size that does, with a line in the log.
+  // With compressed attention that has an indexer (DeepSeek-V4) it is at most 4,096.
   int32_t max_model_len = 0;
   int32_t max_num_seqs = 64;  // largest number of samples that run at the same time, 1..1024
   // Largest number of rows of one iteration, from max_num_seqs * (k+1) to 524,288; 0 is 2,048, or

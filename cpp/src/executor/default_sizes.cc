@@ -59,6 +59,10 @@ class SizeChooser {
     sizes.is_shortened = found < supported;
     if (found == supported) {
       sizes.model_len_rule = "the length that the model supports";
+    } else if (found == longest && has_indexer(target_)) {
+      sizes.model_len_rule =
+          concat("the model supports ", supported,
+                 " tokens, but a larger max_model_len makes each of its iterations longer");
     } else if (found == longest) {
       sizes.model_len_rule = concat("the length that the drafter supports, of the ", supported,
                                     " tokens that the model supports");
