@@ -52,7 +52,7 @@ def test_gpu_memory_utilization_where_it_has_no_meaning(target_dir: Path) -> Non
     loaded = load_checkpoint(target_dir)
     refuses(lambda: LLM.from_loaded(loaded, gpu_memory_utilization=0.5), part)
     config = EngineConfig(gpu_memory_utilization=0.5)  # test_cuda.py has what the engine does
-    assert executor_options(config, None, max_model_len=8)["gpu_memory_utilization"] == 0.5
+    assert executor_options(config, None)["gpu_memory_utilization"] == 0.5
 
 
 def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -> None:
