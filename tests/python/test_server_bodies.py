@@ -132,6 +132,26 @@ def test_no_framing_stalls_the_event_loop(server: RunningServer) -> None:
     raise AssertionError(stalls)
 
 
+def test_no_long_response_stalls_the_event_loop(server: RunningServer) -> None:
+    """Its body is short: the response repeats the best tokens of the prompt for each output."""
+    asked = {"prompt": [5] * 1000, "n": 8, "max_tokens": 1, "prompt_logprobs": 20, "seed": 1}
+    choices = [server.result(COMPLETIONS, asked | {"n": 1})["choices"][0]["prompt_logprobs"]]
+    lag = LoopLag(server.loop)
+    stalls = []
+    for _ in range(NUM_ATTEMPTS):
+        with lag.measure():
+            time.sleep(0.1)
+        idle = lag.largest
+        with lag.measure(), server.send(COMPLETIONS, asked) as response:
+            text = response.read()
+        answer = json.loads(text)
+        assert [choice["prompt_logprobs"] for choice in answer["choices"]] == choices * 8
+        stalls.append(lag.largest - idle)
+        if stalls[-1] < MAX_STALL_S:
+            return
+    raise AssertionError(stalls)
+
+
 def test_large_requests_that_are_right_are_read() -> None:
     part = {"type": "text", "text": "What does this do? [1, {2}]"}
     for given in (

@@ -321,7 +321,7 @@ def _tokenizing_endpoints(service: Service) -> dict[str, Endpoint]:
             # It takes what the preparation of a prompt does, so it counts as an output does.
             with service.admission.admit(1, "prompt"):
                 content = await service.tokenize(request, lambda: to_json_in_pieces(convert()))
-            return Response(content, media_type="application/json")
+            return JsonResponse(content)
 
         return answer
 
@@ -341,6 +341,7 @@ async def _generate(
         service.names[0],
         shape,
         service.figures,
+        service.write,
         request.scope[REQUEST_ID],
         request.scope.get(REQUEST_SPAN),
         shows_cached_tokens=service.shows_cached_tokens,
@@ -387,6 +388,6 @@ async def _start(run: Generation | SingleRun, request: Request) -> None:
     request.scope[BODY].release()  # the prompts are token ids by now
 
 
-async def _whole(run: Generation | SingleRun, request: Request) -> dict[str, Any]:
+async def _whole(run: Generation | SingleRun, request: Request) -> dict[str, Any] | bytes:
     await _start(run, request)
     return await run.whole()

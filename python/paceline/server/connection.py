@@ -21,13 +21,13 @@ SLOW_READER_S: Final = 30.0
 
 
 class JsonResponse(Response):
-    """A JSON value in UTF-8."""
+    """A JSON value in UTF-8. Bytes are JSON already."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         """Converts the value."""
-        return to_json(content)
+        return content if isinstance(content, bytes) else to_json(content)
 
 
 def to_json(value: Any) -> bytes:

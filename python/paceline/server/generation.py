@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.outputs import RequestError, RequestOutput, StreamChunk
-from paceline.server.connection import END, event
+from paceline.server.connection import END, event, to_json_in_pieces
 from paceline.server.errors import as_api_error
 from paceline.server.metrics import RequestFigures
 from paceline.server.shapes import Shape, metrics_of, prompt_logprobs_of, usage, usage_of
@@ -18,6 +18,9 @@ from paceline.server.shapes import Shape, metrics_of, prompt_logprobs_of, usage,
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
     from paceline.server.traces import RequestSpan
+
+# Entries of a response that the event loop makes itself, in some milliseconds.
+_MAX_SHORT_RESPONSE: Final = 2048
 
 
 class Generation:
@@ -29,6 +32,7 @@ class Generation:
         model: str,
         shape: Shape,
         figures: RequestFigures,
+        write: Callable[[Callable[[], bytes]], Awaitable[bytes]],
         request_id: str,
         span: RequestSpan | None = None,
         *,
@@ -41,6 +45,7 @@ class Generation:
             model: The name of the model in responses.
             shape: The JSON of the route.
             figures: Counts the outputs.
+            write: Makes a call beside the event loop.
             request_id: The end of the response's id.
             span: The request's span; None = it has none.
             shows_cached_tokens: See `Service`.
@@ -48,6 +53,7 @@ class Generation:
         self._shows_cached_tokens = shows_cached_tokens
         self._span = span
         self._figures = figures
+        self._write = write
         self._clocks = [figures.clock() for _ in streams]
         self._shape = shape
         self._wishes = shape.wishes
@@ -68,8 +74,8 @@ class Generation:
         for stream in self._streams:
             await stream.aclose()
 
-    async def whole(self) -> dict[str, Any]:
-        """Waits for all outputs and returns the response.
+    async def whole(self) -> dict[str, Any] | bytes:
+        """Waits for all outputs and returns the response, or its JSON if it is long.
 
         Raises:
             RequestError: The engine failed to complete a prompt.
@@ -83,6 +89,27 @@ class Generation:
                     offsets.setdefault((index, chunk.sample), []).extend(chunk.text_offsets)
                 self._note(index, chunk)
         outputs = [output for output in self._outputs if output is not None]
+        if self._num_entries(outputs) <= _MAX_SHORT_RESPONSE:
+            return self._response(outputs, offsets)
+        return await self._write(lambda: to_json_in_pieces(self._response(outputs, offsets)))
+
+    def _num_entries(self, outputs: Sequence[RequestOutput]) -> int:
+        """How many tokens the response describes, each with its best ones."""
+        wishes = self._wishes
+        of_output = 1 + (wishes.params.logprobs or 0)
+        of_prompt = 0
+        if wishes.echoes or wishes.returns_token_ids or wishes.params.prompt_logprobs is not None:
+            of_prompt = 1 + (wishes.params.prompt_logprobs or 0)
+        return sum(
+            of_output * len(one.token_ids) + of_prompt * len(output.prompt_token_ids)
+            for output in outputs
+            for one in output.outputs
+        )
+
+    def _response(
+        self, outputs: Sequence[RequestOutput], offsets: Mapping[tuple[int, int], list[int]]
+    ) -> dict[str, Any]:
+        params = self._wishes.params
         choices = []
         for index, output in enumerate(outputs):
             for one in output.outputs:

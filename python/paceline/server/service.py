@@ -155,8 +155,9 @@ class Service:
         self._has_vllm_metrics = has_vllm_metrics
         self._groups = kv_groups(llm.memory_report())
         self._dispatcher = internals(llm).dispatcher
-        # One thread: Python runs no more at a time, and each delays the event loop.
+        # One thread each: Python runs no more at a time, and each delays the event loop.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="paceline-bodies")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-responses")
         self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="paceline-tokens")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-replicas")
 
@@ -252,6 +253,15 @@ class Service:
         before; `read` describes the errors."""
         return await until_gone(request.receive, self._in(self._tokenizers, call))
 
+    async def write(self, call: Callable[[], bytes]) -> bytes:
+        """Makes a call that makes a long response, in another thread."""
+
+        def write() -> bytes:
+            with without_collections():
+                return call()
+
+        return await self._in(self._writer, write)
+
     async def in_worker(self, call: Callable[[], _T]) -> _T:
         """Makes a call that asks the replicas, in another thread."""
         return await self._in(self._worker, call)
@@ -261,7 +271,7 @@ class Service:
 
     def close(self) -> None:
         """Ends the threads and the traces. The model stays open."""
-        for pool in (self._reader, self._tokenizers, self._worker):
+        for pool in (self._reader, self._writer, self._tokenizers, self._worker):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()
