@@ -419,11 +419,14 @@ def test_no_combination_of_fields_is_an_internal_error(server: RunningServer) ->
             "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
         ],
         "/detokenize": ["model", "tokens"],
+        "/v1/messages/count_tokens": ["model", "messages", "system", "tools", "thinking"],
     }  # fmt: skip
     needed = {
         COMPLETIONS: {"prompt": "a", "max_tokens": 1},
         CHATS: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
         RESPONSES: {"input": "a", "max_output_tokens": 1},
+        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [1]},
     }
