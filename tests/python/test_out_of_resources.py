@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -97,11 +98,41 @@ print("then", finish_reason())
 """
 )
 
+# The engine's thread throws its first exception while there is no memory at all.
+RUN_WITHOUT_MEMORY = (
+    PROLOGUE
+    + """
+import ctypes, time
+from paceline import _core
+from paceline.loader import load_checkpoint
 
-def run(program: str, model: Path) -> list[str]:
+library = ctypes.CDLL(sys.argv[2])
+model = load_checkpoint(sys.argv[1]).model
+options = {"max_model_len": 1024, "kv_cache_bytes": 16 << 20, "max_num_seqs": 16}
+executor = _core.Executor(model, None, options)
+
+def finish_reasons(exhausted_ms):
+    requests = [_core.Request([5] * 50, max_tokens=900) for _ in range(16)]
+    assert executor.add_requests(requests, [])
+    if exhausted_ms:
+        time.sleep(0.02)
+        library.exhaust_memory(exhausted_ms)
+    reasons = []
+    while len(reasons) < 16:
+        reasons += [e.finish_reason for e in executor.poll(1000) if e.finish_reason is not None]
+    return reasons
+
+print(len(finish_reasons(300)))
+print("then", *set(finish_reasons(0)))
+"""
+)
+
+
+def run(program: str, model: Path, *arguments: str, **variables: str) -> list[str]:
     """Returns the lines that a process under a resource limit prints."""
-    command = [sys.executable, "-c", program, str(model)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", program, str(model), *arguments]
+    environment = os.environ | variables
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -125,6 +156,16 @@ def test_ops_need_no_memory_that_the_llm_does_not_have() -> None:
     first, last = run(GENERATE_WITHOUT_MEMORY, target)
     assert first == "length"
     assert last == "then length"
+
+
+def test_no_memory_at_all_does_not_end_the_process(tmp_path: Path) -> None:
+    library = tmp_path / "exhausting.so"
+    source = Path(__file__).parents[1] / "support" / "exhausting.cc"
+    subprocess.run(["c++", "-std=c++20", "-shared", "-fPIC", "-o", library, source], check=True)
+    target, _ = demo_paths("draft_model")
+    # With one heap for all threads, what one takes is not there for another.
+    num_ended, last = run(RUN_WITHOUT_MEMORY, target, str(library), MALLOC_ARENA_MAX="1")
+    assert num_ended == "16" and last == "then length"
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_written() -> None:

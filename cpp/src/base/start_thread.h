@@ -14,7 +14,10 @@ namespace paceline {
 
 // Makes the C++ library allocate what this thread needs to throw exceptions. Without it, the
 // thread's first std::bad_alloc ends the process, because there is no memory left to throw it.
-inline void prepare_to_throw() { (void)std::uncaught_exceptions(); }
+inline void prepare_to_throw() {
+  // Volatile, because this is a pure function: the compiler drops a call whose result nobody reads.
+  [[maybe_unused]] const volatile int num_exceptions = std::uncaught_exceptions();
+}
 
 // A std::thread that runs `body`. Throws DeviceError when the system refuses it.
 template <class Body>
