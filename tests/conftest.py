@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,20 @@ import pytest
 collect_ignore = [] if importlib.util.find_spec("ray") else ["ray_serve"]
 
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
+
+
+
+def pytest_configure() -> None:
+    """Gives each process of pytest-xdist cores of its own.
+
+    The engines of a process take a thread for each core that it may use. With all cores for every
+    process, most of the time would go into switching threads.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if worker and count <= len(cores):
+        os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: count])
 
 
 @functools.cache

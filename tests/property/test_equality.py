@@ -9,9 +9,9 @@ The prompts are branches of a random tree, and with the prefix cache all jobs ru
 reference runs every sample as a separate plain request without that cache. Some drafters are for
 some targets only (`equality_models.is_possible`).
 
-Level 1 (CI) runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 runs
-20,000 random cells, of more than a hundred million, which takes an hour or two.
-PACELINE_SEED replaces the seed of the random cells; failures print the cell.
+Level 1 (CI) runs a pairwise cover of all axes. `make test-nightly` (PACELINE_TEST_LEVEL=2) adds 200
+random cells, of more than a hundred million, with a seed of that day; level 3 runs 20,000, which
+takes an hour or two. PACELINE_SEED is the seed of the random cells; failures print the cell and it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import functools
 import itertools
 import os
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ MAX_MODEL_LEN = 192
 MAX_NUM_SEQS = 8
 SEED = int(os.environ.get("PACELINE_SEED", "20261121"))
 LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
-NUM_RANDOM_CELLS = 200 if LEVEL < 3 else 20_000
+NUM_RANDOM_CELLS = {1: 0, 2: 200}.get(LEVEL, 20_000)
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": tuple(TARGETS),
@@ -100,6 +100,7 @@ def random_cell(rng: random.Random, **fixed: Any) -> Cell:
             return Cell(**values)
 
 
+@functools.cache
 def pairwise_cover() -> list[Cell]:
     """Few cells in which every pair of values of every two axes occurs (greedy)."""
     rng = random.Random(0)
@@ -205,13 +206,10 @@ def plain_outcomes(
         executor.close()
 
 
-totals = {"drafted": 0, "accepted": 0, "preemptions": 0, "shared": 0, "hits": 0, "evicted": 0}
+def check(cell: Cell, **changes: Any) -> Counter[str]:
+    """Compares one cell with plain decoding; returns how much there was to get wrong.
 
-
-def check(cell: Cell, **acceptance: Any) -> None:
-    """Compares one cell with plain decoding.
-
-    `acceptance` are executor options that choose another acceptance method than coupled."""
+    `changes` are executor options in place of those of the cell."""
     target = model(cell.family, "target", cell.dtype)
     is_model = cell.drafter != "ngram"
     draft = model(cell.family, cell.drafter, cell.dtype).model if is_model else None
@@ -220,7 +218,8 @@ def check(cell: Cell, **acceptance: Any) -> None:
         cell.use_window_lists, cell.num_samples,
     )  # fmt: skip
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
-    executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | acceptance)
+    executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | changes)
+    totals: Counter[str] = Counter()
     actual: list[Outcome] = []
     num_runs = 2 if cell.enable_prefix_caching else 1
     try:
@@ -249,6 +248,7 @@ def check(cell: Cell, **acceptance: Any) -> None:
             assert got.accepted == got.drafted, (
                 f"job {i} of {cell}: a draft of the target itself was rejected"
             )
+    return totals
 
 
 @pytest.mark.parametrize("cell", pairwise_cover(), ids=str)
@@ -256,18 +256,17 @@ def test_pairwise(cell: Cell) -> None:
     check(cell)
 
 
-def random_cells() -> Iterator[Cell]:
+def check_random_cells() -> None:
     rng = random.Random(SEED)
-    for _ in range(NUM_RANDOM_CELLS):
-        yield random_cell(rng)
-
-
-def test_cells() -> None:
-    for number, cell in enumerate(random_cells()):
+    for number in range(NUM_RANDOM_CELLS):
         try:
-            check(cell)
+            check(random_cell(rng))
         except AssertionError as error:
             raise AssertionError(f"PACELINE_SEED={SEED}, cell {number}: {error}") from error
+
+
+if NUM_RANDOM_CELLS:
+    test_cells = check_random_cells
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
@@ -287,13 +286,14 @@ def test_other_acceptance_at_temperature_zero(method: str, samples_drafts: bool)
         )
 
 
-def test_the_cells_had_drafts_preemptions_and_shared_prompts() -> None:
-    """Runs last: drafts were accepted and rejected, sequences preempted, and prompts shared."""
-    if totals["drafted"] == 0:
-        check(random_cell(random.Random(1)))
+def test_tight_cells_reject_drafts_preempt_share_and_evict() -> None:
+    """The cells with little memory have what they are there for.
+
+    Their number of drafts is fixed, so that the counts do not depend on times."""
+    totals: Counter[str] = Counter()
+    tight = [cell for cell in pairwise_cover() if cell.is_tight and cell.enable_prefix_caching]
+    for cell in [cell for cell in tight if cell.batch == 32 and cell.num_samples == 3][:6]:
+        totals += check(replace(cell, lateness=0), adaptive=False)
+    print(dict(totals))
     assert 0 < totals["accepted"] < totals["drafted"]
-    if totals["drafted"] > 100_000:
-        assert totals["preemptions"] > 100
-        assert totals["shared"] > 10_000
-        assert totals["hits"] > 10_000
-        assert totals["evicted"] > 1_000
+    assert all(totals[name] > 0 for name in ("preemptions", "shared", "hits", "evicted"))

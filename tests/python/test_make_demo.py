@@ -23,13 +23,23 @@ exit {code}
 """
 
 
+DONE = "#!/bin/sh\nexit 0\n"
+PACELINE = '#!/bin/sh\necho "ran $*"\n'
+
+
 def prepare(folder: Path, code: int) -> list[str]:
-    programs = folder / "venv" / "bin"
-    programs.mkdir(parents=True)
-    for name, text in (("python", PIP.format(code=code)), ("paceline", '#!/bin/sh\necho "ran $*"')):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    return ["make", "-C", str(folder), "-f", str(MAKEFILE), "VENV=venv", "JOBS=3", "demo"]
+    """Writes the programs of both environments. The build ends with `code`."""
+    for name, text in (
+        ("build-venv/bin/python", PIP.format(code=code)),
+        ("venv/bin/python", DONE),
+        ("venv/bin/paceline", PACELINE),
+    ):
+        program = folder / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+    variables = ["BUILD_VENV=build-venv", "VENV=venv", "JOBS=3"]
+    return ["make", "-C", str(folder), "-f", str(MAKEFILE), *variables, "demo"]
 
 
 def test_each_stage_has_a_line(tmp_path: Path) -> None:
@@ -38,12 +48,12 @@ def test_each_stage_has_a_line(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if "ing directory" not in line]
     program = "venv/bin/paceline"
     assert lines[0] == (
-        "make: building and installing paceline with 3 jobs: a minute or several; the log is "
-        "build/install.log"
+        "make: building paceline with 3 jobs: a minute or several; the log is build/install.log"
     )
-    assert lines[1].startswith("make: installed in ")
-    assert lines[2].startswith("make: generating with a demo that ships in the package")
-    assert lines[3] == "ran generate def read_lines(path):"
+    assert lines[1].startswith("make: built in ")
+    assert lines[2].startswith("make: installing the wheel and what it needs into venv")
+    assert lines[3].startswith("make: generating with a demo that ships in the package")
+    assert lines[4] == "ran generate def read_lines(path):"
     assert f"make: paceline is installed as {tmp_path}/{program}" in lines
     next_command = lines[-1].strip()
     assert next_command.startswith(f"{program} generate --demo")
@@ -51,9 +61,12 @@ def test_each_stage_has_a_line(tmp_path: Path) -> None:
         next_command, shell=True, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=True
     )
     assert shown.stdout.startswith("ran generate")
-    # The second time nothing is built.
+    # The second time nothing is built, unless the build is asked for in another way.
     again = subprocess.run(command, env=ENV, capture_output=True, text=True, check=True)
     assert "building" not in again.stdout and "ran generate" in again.stdout
+    other = ENV | {"CMAKE_ARGS": "-DPACELINE_CUDA=ON"}
+    changed = subprocess.run(command, env=other, capture_output=True, text=True, check=True)
+    assert "building" in changed.stdout and "installing the wheel" in changed.stdout
 
 
 def test_a_terminal_shows_how_far_the_build_is(tmp_path: Path) -> None:
@@ -71,7 +84,7 @@ def test_a_failed_build_names_its_log(tmp_path: Path) -> None:
     assert done.returncode != 0
     log = tmp_path / "build" / "install.log"
     assert "the compiler says no\n" in done.stderr
-    assert f"make: the installation failed; the whole log is {log}\n" in done.stderr
+    assert f"make: the build failed; the whole log is {log}\n" in done.stderr
     assert "the compiler says no" in log.read_text()
     assert not (tmp_path / "venv" / ".installed").exists() and "installed as" not in done.stdout
 

@@ -74,8 +74,9 @@ paceline_test(NAME op_emulation_test SOURCES cuda/op_emulation_test.cc
 target_include_directories(op_emulation_test PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
 target_link_libraries(op_emulation_test PRIVATE emulator op_cases)
 target_link_options(op_emulation_test PRIVATE -fsanitize=bounds,alignment)
+set_tests_properties(op_emulation_test PROPERTIES COST 100)  # the longest test starts first
 
 paceline_test(NAME emulator_test SOURCES cuda/emulator/first_shared.cc cuda/emulator_test.cc
-  cuda/emulator/last_shared.cc)
+  cuda/emulator/last_shared.cc OWN_FLAGS)
 paceline_emulate(emulator_test)
 target_link_libraries(emulator_test PRIVATE emulator)
