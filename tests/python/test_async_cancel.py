@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from async_tasks import GREEDY, LONG, LONGEST, TIMEOUT_S, idle, last, run, until_queued
+from async_tasks import GREEDY, LONG, LONGEST, idle, last, run, until_queued
 from paceline import LLM, AsyncLLM, RequestOutput, SamplingParams
 from paceline.loader import TokenizerInfo
+from time_limits import HANG_LIMIT_S
 
 
 async def _cancel_task(allm: AsyncLLM) -> None:
@@ -66,7 +67,7 @@ async def _cancel_while_preparing(allm: AsyncLLM) -> None:
 
     def slow_encode(self: TokenizerInfo, text: str, **options: Any) -> list[int]:
         has_started.set()
-        may_go_on.wait(TIMEOUT_S)
+        may_go_on.wait(HANG_LIMIT_S)
         return encode(self, text, **options)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -12,10 +12,11 @@ from typing import Any
 import llguidance
 import pytest
 
-from async_tasks import GREEDY, LONGEST, TIMEOUT_S, idle, last, run
+from async_tasks import GREEDY, LONGEST, idle, last, run
 from paceline import LLM, AsyncLLM, RequestOutput, SamplingParams
 from paceline.demo import find_demo
 from paceline.loader import TokenizerInfo
+from time_limits import HANG_LIMIT_S
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -138,7 +139,7 @@ def test_a_lock_that_is_kept_does_not_block_the_loop(allm: AsyncLLM, llm: LLM) -
         def keep() -> None:
             with llm._dispatcher.lock:
                 is_kept.set()
-                may_end.wait(TIMEOUT_S)
+                may_end.wait(HANG_LIMIT_S)
 
         keeper = threading.Thread(target=keep)
         keeper.start()

@@ -16,8 +16,8 @@ import time
 import pytest
 
 from paceline.background_log import BackgroundHandler
+from time_limits import HANG_LIMIT_S
 
-TIMEOUT_S = 60
 LONG = "x" * 1000
 
 
@@ -74,7 +74,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_ends(is_closed: bool) -> Non
             read_for(process.stderr.fileno(), b"serving")
             if is_closed:
                 process.stderr.close()
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_LIMIT_S)
             # Each line has the id, so that these are some 200 KB.
             for _ in range(1000):
                 connection.request("GET", "/version", headers={"x-request-id": "i" * 128})
@@ -83,6 +83,6 @@ def test_a_server_whose_log_nobody_reads_serves_and_ends(is_closed: bool) -> Non
                 assert response.status == 200
             connection.close()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(TIMEOUT_S) == 0
+            assert process.wait(HANG_LIMIT_S) == 0
         finally:
             process.kill()

@@ -18,6 +18,7 @@ import pytest
 
 from paceline import cli, console
 from paceline.checks import shorten
+from time_limits import HANG_LIMIT_S
 
 GENERATE = ["generate", "x = ", "--max-tokens", "3"]
 FULL = Path("/dev/full")
@@ -29,7 +30,7 @@ def run(
     """Runs the command line in its own process, by default with pipes."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     command = [sys.executable, "-m", "paceline", *argv]
-    return subprocess.run(command, text=True, preexec_fn=before, timeout=120, **options)
+    return subprocess.run(command, text=True, preexec_fn=before, timeout=HANG_LIMIT_S, **options)
 
 
 def is_one_error(stderr: str, *parts: str) -> bool:

@@ -41,6 +41,7 @@ from markdown_pages import ROOT, Block, blocks, pages, prose
 from paceline.cli import build_parser
 from paceline.speculative_config import SpeculativeConfig
 from snippet_models import make_models
+from time_limits import HANG_LIMIT_S
 
 RUNNER = ROOT / "tests/support/snippet_runner.py"
 SHELLS = ("bash",)
@@ -138,7 +139,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], d
             env=os.environ
             | hub.environment
             | {"PYTHONPATH": str(Path(paceline.__file__).parents[1]), "MPLBACKEND": "agg"},
-            timeout=600,
+            timeout=HANG_LIMIT_S,
             check=False,
         )
     assert done.returncode == 0, done.stderr

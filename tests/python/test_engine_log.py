@@ -16,6 +16,7 @@ import pytest
 
 from paceline import LLM, SamplingParams, _core, engine_log, running_engine
 from test_llm_processes import run_script
+from time_limits import HANG_LIMIT_S
 
 PROMPT = list(range(3, 30))
 LONG = SamplingParams(temperature=1.0, max_tokens=400, seed=0)
@@ -49,9 +50,9 @@ def is_interval(message: str) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + HANG_LIMIT_S
     while not condition():
-        assert time.monotonic() < end, "waited 10 seconds"
+        assert time.monotonic() < end, f"waited {HANG_LIMIT_S} seconds"
         time.sleep(0.01)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from time_limits import HANG_LIMIT_S
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # A part of what each example prints.
@@ -34,7 +36,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,  # not the checkout: an example must need nothing beside it
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        timeout=120,
+        timeout=HANG_LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

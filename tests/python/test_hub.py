@@ -25,6 +25,7 @@ from paceline.checks import check_revision
 from paceline.cli import exit_code_of, main
 from paceline.hub import find_folder, is_hub_id
 from paceline.loader.messages import model_name
+from time_limits import HANG_LIMIT_S
 from tiny_models import TinySpec, copy_checkpoint, make, read_json, write_json
 
 K = {"num_speculative_tokens": 3}
@@ -203,7 +204,7 @@ def test_a_folder_needs_no_hub() -> None:
         f"import sys; from paceline import LLM; LLM({str(make(TinySpec()))!r}, **{ENGINE!r})\n"
         "assert 'huggingface_hub' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_LIMIT_S)
 
 
 def test_command_line(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:

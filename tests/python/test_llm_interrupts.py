@@ -19,11 +19,11 @@ import pytest
 
 from paceline import LLM, SamplingParams, StreamChunk
 from paceline.loader import LoadedModel, load_checkpoint
+from time_limits import HANG_LIMIT_S
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
 # Far longer than a test takes; a thread that is blocked forever exceeds it.
-_TIMEOUT_S = 30
 
 
 def started(call: Callable[[], Any]) -> Future[Any]:
@@ -51,7 +51,7 @@ def test_closing_a_stream_wakes_the_thread_that_waits(plain_llm: LLM) -> None:
         time.sleep(0.1)
         assert not consumer.done()
         stream.close()
-    consumer.result(_TIMEOUT_S)
+    consumer.result(HANG_LIMIT_S)
     assert list(stream) == []
     assert plain_llm.generate("a", GREEDY)
 
@@ -61,7 +61,7 @@ def test_closing_a_stream_ends_a_busy_consumer(plain_llm: LLM) -> None:
     next(stream)
     consumer = started(lambda: list(stream))
     stream.close()
-    consumer.result(_TIMEOUT_S)
+    consumer.result(HANG_LIMIT_S)
     assert not plain_llm._dispatcher.sessions
 
 
@@ -72,7 +72,7 @@ def test_consumers_share_the_chunks_of_a_stream(plain_llm: LLM) -> None:
     for _ in range(5):
         stream = plain_llm.stream(prompts, params)
         consumers = [started(lambda stream=stream: list(stream)) for _ in range(3)]
-        taken: list[list[StreamChunk]] = [consumer.result(_TIMEOUT_S) for consumer in consumers]
+        taken: list[list[StreamChunk]] = [consumer.result(HANG_LIMIT_S) for consumer in consumers]
         chunks = [chunk for chunks in taken for chunk in chunks]
         finished = {chunk.index: chunk.output for chunk in chunks if chunk.output is not None}
         assert sum(chunk.output is not None for chunk in chunks) == len(prompts)
@@ -86,7 +86,7 @@ def test_many_streams_are_closed_while_they_are_consumed(plain_llm: LLM) -> None
         consumer = started(lambda: list(stream))
         time.sleep(seed % 7 / 1e3)
         stream.close()
-        consumer.result(_TIMEOUT_S)
+        consumer.result(HANG_LIMIT_S)
 
     def consume_and_close_several(seeds: range) -> None:
         for seed in seeds:
@@ -94,7 +94,7 @@ def test_many_streams_are_closed_while_they_are_consumed(plain_llm: LLM) -> None
 
     closers = [started(lambda i=i: consume_and_close_several(range(i, 60, 4))) for i in range(4)]
     for closer in closers:
-        closer.result(4 * _TIMEOUT_S)
+        closer.result(HANG_LIMIT_S)
     assert not plain_llm._dispatcher.sessions and not plain_llm._dispatcher.open_samples
 
 
@@ -157,7 +157,7 @@ def num_threads() -> int:
 
 def assert_threads_end(expected: int) -> None:
     gc.collect()
-    end = time.monotonic() + _TIMEOUT_S
+    end = time.monotonic() + HANG_LIMIT_S
     while num_threads() > expected:
         assert time.monotonic() < end, f"{num_threads()} threads instead of {expected}"
         time.sleep(0.001)
@@ -214,7 +214,7 @@ def test_a_ctrl_c_while_a_request_is_queued_leaves_a_working_llm(loaded: LoadedM
             was_interrupted = interrupted_at(
                 number, lambda llm=llm: llm.generate("a", GREEDY), traced
             )
-            outputs = started(lambda llm=llm: llm.generate("b", GREEDY)).result(_TIMEOUT_S)
+            outputs = started(lambda llm=llm: llm.generate("b", GREEDY)).result(HANG_LIMIT_S)
             assert len(outputs[0].outputs[0].token_ids) == 8
         assert_threads_end(before)
         if not was_interrupted:
@@ -263,10 +263,9 @@ def test_an_idle_llm_has_no_polling_thread(
         # Requests come before, while and after the thread ends.
         for i in range(200):
             time.sleep((i % 8) * 0.0004)
-            assert (
-                started(lambda: llm.generate("a", GREEDY)).result(_TIMEOUT_S)[0].outputs == expected
-            )
-        end = time.monotonic() + _TIMEOUT_S
+            outputs = started(lambda: llm.generate("a", GREEDY)).result(HANG_LIMIT_S)
+            assert outputs[0].outputs == expected
+        end = time.monotonic() + HANG_LIMIT_S
         while llm._dispatcher.is_polling:
             assert time.monotonic() < end
             time.sleep(0.001)

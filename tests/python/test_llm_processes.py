@@ -17,8 +17,7 @@ import pytest
 
 import paceline
 from paceline import LLM, RequestError, RequestOutput, SamplingParams
-
-_TIMEOUT_S = 60
+from time_limits import HANG_LIMIT_S
 
 # The beginning of every script below. `waited` kills a child that does not end.
 _PROLOGUE = """
@@ -60,7 +59,7 @@ def run_script(code: str, *arguments: object) -> subprocess.CompletedProcess[str
         start_new_session=True,
     ) as process:
         try:
-            output, errors = process.communicate(timeout=_TIMEOUT_S)
+            output, errors = process.communicate(timeout=HANG_LIMIT_S)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # forked children too
             raise
@@ -236,7 +235,7 @@ def test_a_pool_of_forked_workers_refuses_and_ends(target_dir: Path) -> None:
         with multiprocessing.get_context("fork").Pool(2) as pool:
             assert pool.map(len, ["a", "bc"]) == [1, 2]
             try:
-                pool.apply_async(use, ("a",)).get(timeout=20)
+                pool.apply_async(use, ("a",)).get(timeout=HANG_LIMIT_S)
             except RuntimeError as error:
                 print(error)
             pool.close()

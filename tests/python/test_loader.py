@@ -21,6 +21,7 @@ from paceline._core import ModelFileError
 from paceline.loader.checkpoint import open_checkpoint
 from paceline.loader.convert import convert
 from paceline.loader.tokenizer import TokenizerInfo, compare_vocabularies
+from time_limits import HANG_LIMIT_S
 from tiny_configs import DEEPSEEK
 from tiny_models import TinySpec, edit_config, edit_tensors, make, read_json, write_json
 
@@ -265,4 +266,4 @@ def test_loading_imports_neither_torch_nor_safetensors() -> None:
         f"load_checkpoint({str(path)!r})\n"
         "assert not {'torch', 'safetensors', 'transformers'} & set(sys.modules), 'not needed'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_LIMIT_S)

@@ -14,6 +14,7 @@ import pytest
 from paceline.bench.models import DUMMY_SHAPES
 from paceline.demo import demo_paths
 from paceline.loader import dummy_model
+from time_limits import HANG_LIMIT_S
 
 PROLOGUE = """
 import resource, sys
@@ -132,7 +133,9 @@ def run(program: str, model: Path, *arguments: str, **variables: str) -> list[st
     """Returns the lines that a process under a resource limit prints."""
     command = [sys.executable, "-c", program, str(model), *arguments]
     environment = os.environ | variables
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_LIMIT_S, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

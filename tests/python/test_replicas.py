@@ -27,7 +27,8 @@ from paceline import LLM, ModelNotFoundError, SamplingParams, StructuredOutputsP
 from paceline.demo import find_demo
 from paceline.replicas.replica_set import ReplicaSet
 from paceline.replicas.replicated_llm import ReplicatedLLM, start_replicas
-from running_server import TIMEOUT_S, RunningServer
+from running_server import RunningServer
+from time_limits import HANG_LIMIT_S
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "paceline.json"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -97,7 +98,7 @@ def executor_of(server: RunningServer) -> ReplicaSet:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -520,7 +521,7 @@ def test_health_is_503_while_every_replica_starts(
     spawn = executor._spawn
 
     def spawn_later(replica: Any) -> Any:
-        assert may_start.wait(TIMEOUT_S)
+        assert may_start.wait(HANG_LIMIT_S)
         return spawn(replica)
 
     monkeypatch.setattr(executor, "_spawn", spawn_later)
@@ -537,7 +538,7 @@ def test_health_is_503_while_every_replica_starts(
     asking = threading.Thread(target=lambda: asked.append(replicas.ask(COMPLETIONS, body)[0]))
     asking.start()
     may_start.set()
-    asking.join(TIMEOUT_S)
+    asking.join(HANG_LIMIT_S)
     assert asked == [200]
     wait_until_up(replicas)
     assert replicas.result("/health")["status"] == "ok"

@@ -15,6 +15,7 @@ from paceline import LLM, CompletionOutput, RequestError, SamplingParams, cli
 from paceline.demo import demo_names, find_demo
 from paceline.limits import MAX_SEED
 from paceline.loader import load_checkpoint
+from time_limits import HANG_LIMIT_S
 
 PROMPT = list(range(5, 45))
 DEMO_PROMPTS = Path(__file__).parents[1] / "support" / "demo_prompts.json"
@@ -37,7 +38,7 @@ def separately(llm: LLM, prompt: Any, n: int, seed: int, **changes: Any) -> list
 
 
 def wait_until_idle(llm: LLM) -> dict[str, Any]:
-    end = time.monotonic() + 20
+    end = time.monotonic() + HANG_LIMIT_S
     while True:
         stats = llm._executor.stats()
         if stats["num_running"] == stats["num_waiting"] == 0:

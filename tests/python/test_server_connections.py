@@ -19,7 +19,8 @@ import pytest
 
 from paceline import LLM
 from paceline.server.sockets import max_connections
-from running_server import TIMEOUT_S, RunningServer, read_events
+from running_server import RunningServer, read_events
+from time_limits import HANG_LIMIT_S
 
 COMPLETIONS = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -32,7 +33,7 @@ def many_connections(port: int, number: int, sent: bytes) -> Iterator[list[socke
     with contextlib.ExitStack() as stack:
         opened = []
         for _ in range(number):
-            one = stack.enter_context(socket.create_connection(("127.0.0.1", port), TIMEOUT_S))
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", port), HANG_LIMIT_S))
             with contextlib.suppress(OSError):  # it has been closed
                 one.sendall(sent)
             opened.append(one)
@@ -106,7 +107,7 @@ def test_an_answer_that_nobody_reads_is_given_up(
     with RunningServer(plain_llm, read_timeout_s=0.5) as server, server.connect() as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200)
         with pytest.raises(ConnectionResetError):
-            for _ in range(TIMEOUT_S * 10):
+            for _ in range(HANG_LIMIT_S * 10):
                 connection.sendall(b" ")
                 time.sleep(0.1)
 
@@ -161,12 +162,12 @@ def test_file_descriptors_do_not_run_out() -> None:
         with many_connections(port, 300, b""):
             time.sleep(1)
             for _ in range(2):
-                with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as asks:
+                with socket.create_connection(("127.0.0.1", port), HANG_LIMIT_S) as asks:
                     asks.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
                     assert asks.recv(100).startswith(b"HTTP/1.1 200")
             assert len(os.listdir(f"/proc/{process.pid}/fd")) < 128
             process.send_signal(signal.SIGTERM)
-            rest = process.communicate(timeout=TIMEOUT_S)[1]
+            rest = process.communicate(timeout=HANG_LIMIT_S)[1]
         assert process.returncode == 0
         assert "Traceback" not in rest and len(rest) < 5000
 
@@ -196,6 +197,6 @@ def test_more_connections_than_files_are_refused_before_the_model_is_loaded(
 ) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with serve(256, 256, "--max-connections", "200", "--model", str(tmp_path)) as (process, _):
-        _, error = process.communicate(timeout=TIMEOUT_S)
+        _, error = process.communicate(timeout=HANG_LIMIT_S)
     assert most >= 256 and process.returncode == 2
     assert "--max-connections is 200; allowed: 1 to 128, as the process may open 256" in error

@@ -21,6 +21,7 @@ import torch
 import tiny_models
 from paceline import LLM, DeviceError
 from running_server import JSON, RunningServer, read_events
+from time_limits import HANG_LIMIT_S
 from tiny_models import TinySpec
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -106,7 +107,7 @@ def test_any_allocation_of_the_engine_may_fail(tmp_path: Path) -> None:
         env=os.environ | {"LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,
-        timeout=1200 if IS_LONG else 120,
+        timeout=2 * HANG_LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

@@ -18,6 +18,7 @@ from paceline import LLM, DeviceError
 from paceline.request import Request
 from paceline.server.protocol import Corked
 from running_server import JSON, RunningServer, read_events
+from time_limits import HANG_LIMIT_S
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MAX_BODY = 200_000
@@ -108,7 +109,7 @@ def test_a_full_queue_answers_429(server: RunningServer) -> None:
 def test_a_client_that_goes_away_frees_its_blocks(server: RunningServer, streams: bool) -> None:
     cancelled = server.llm.stats()["num_cancelled"]
     body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "n": 8, "stream": streams}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_LIMIT_S)
     connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
     while server.llm.stats()["num_running"] < 8:
         time.sleep(0.001)

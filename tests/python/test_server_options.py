@@ -24,6 +24,7 @@ from paceline import cli
 from paceline.console import EXIT_OK, EXIT_USAGE
 from paceline.server.settings import read_options
 from running_server import JSON, read_events
+from time_limits import HANG_LIMIT_S
 
 
 def serve_parser() -> argparse.ArgumentParser:
@@ -135,7 +136,8 @@ def streaming(
     """A server and a stream of 16 outputs that has begun."""
     with serve("--port", "0", *arguments, PACELINE_API_KEY="k", **environment) as process:
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", port_of(process), timeout=30)
+            port = port_of(process)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_LIMIT_S)
             body = {
                 "model": "paceline-demo",
                 "prompt": "def f",
@@ -186,7 +188,7 @@ def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
             port = port_of(process)
             process.send_signal(signal.SIGHUP)
             for _ in range(5):
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_LIMIT_S)
                 connection.request("GET", "/health")
                 assert connection.getresponse().status == 200
                 time.sleep(0.1)

@@ -21,7 +21,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from paceline import LLM, cli
 from paceline.request import Request
 from paceline.server.traces import Traces, open_traces
-from running_server import TIMEOUT_S, RunningServer, open_demo
+from running_server import RunningServer, open_demo
+from time_limits import HANG_LIMIT_S
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SECRET = "def secret_name(path):"
@@ -51,7 +52,7 @@ def server(llm: LLM, exporter: InMemorySpanExporter) -> Iterator[RunningServer]:
 def only_span(server: RunningServer, exporter: InMemorySpanExporter) -> ReadableSpan:
     """The span of the one request since the last call."""
     server.wait_until_idle()
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_LIMIT_S
     while not (spans := exporter.get_finished_spans()):  # it ends after the response
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -20,13 +20,14 @@ from paceline import (
     RequestOutput,
     SamplingParams,
 )
+from time_limits import HANG_LIMIT_S
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS: list[Any] = ["def read(", [1, 2, 3], "x = 1\ny", [40] * 33]
 LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
 
 
-def wait_until_idle(llm: LLM, timeout_s: float = 20.0) -> dict[str, Any]:
+def wait_until_idle(llm: LLM, timeout_s: float = HANG_LIMIT_S) -> dict[str, Any]:
     """Waits until no request runs or waits, and returns the statistics."""
     end = time.monotonic() + timeout_s
     while True:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from paceline import LLM, RequestOutput, SamplingParams
+from time_limits import HANG_LIMIT_S
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -16,12 +17,11 @@ LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
 NUM_SAMPLES = 64
 LONGEST = dataclasses.replace(LONG, ignore_eos=True, n=NUM_SAMPLES)  # takes seconds
 
-TIMEOUT_S = 60
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine in an event loop of its own."""
-    return asyncio.run(asyncio.wait_for(coroutine, TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(coroutine, HANG_LIMIT_S))
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-TIMEOUT_S = 30.0
+from time_limits import HANG_LIMIT_S
 
 
 def find_chromium() -> str | None:
@@ -107,7 +107,7 @@ class Browser:
             self._note(answer)
 
     def _read(self) -> dict[str, Any]:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + HANG_LIMIT_S
         while b"\0" not in self._buffer:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._from_browser], [], [], max(left, 0))
@@ -147,7 +147,7 @@ class Browser:
 
     def wait_for(self, script: str) -> Any:
         """Waits until an expression is true; returns its value."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + HANG_LIMIT_S
         while not (value := self.run(script)):
             assert time.monotonic() < deadline, (
                 script,

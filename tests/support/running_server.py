@@ -19,8 +19,10 @@ from paceline.server.run import Server
 from paceline.server.service import Limits, Service
 from paceline.server.sockets import open_socket
 from paceline.server.traces import Traces
+from time_limits import HANG_LIMIT_S
 
-TIMEOUT_S = 30
+#: Seconds that requests have to end when a server closes.
+DRAIN_S = 30.0
 JSON = {"content-type": "application/json"}
 
 
@@ -65,7 +67,7 @@ class RunningServer:
         self.port = opened.getsockname()[1]
         self._is_ready = threading.Event()
         self._server = Server(
-            self.service, opened, drain_timeout_s=TIMEOUT_S, on_ready=self._note_loop
+            self.service, opened, drain_timeout_s=DRAIN_S, on_ready=self._note_loop
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"handles_signals": False})
 
@@ -75,7 +77,7 @@ class RunningServer:
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
-        assert self._is_ready.wait(TIMEOUT_S)
+        assert self._is_ready.wait(HANG_LIMIT_S)
         return self
 
     def __exit__(
@@ -85,7 +87,7 @@ class RunningServer:
         traceback: TracebackType | None,
     ) -> None:
         self.stop_soon()
-        self._thread.join(TIMEOUT_S)
+        self._thread.join(HANG_LIMIT_S)
         assert not self._thread.is_alive()
         self.service.close()
         self.allm.close()
@@ -96,13 +98,13 @@ class RunningServer:
 
     def connect(self) -> socket.socket:
         """Opens a connection."""
-        return socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S)
+        return socket.create_connection(("127.0.0.1", self.port), HANG_LIMIT_S)
 
     def send(
         self, path: str, body: Any = None, *, method: str | None = None, headers: Any = None
     ) -> http.client.HTTPResponse:
         """Sends a request, as JSON unless it is bytes; returns the response, not yet read."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_LIMIT_S)
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection.request(
             method or ("GET" if data is None else "POST"), path, data, JSON | (headers or {})
@@ -130,7 +132,7 @@ class RunningServer:
 
     def wait_until_idle(self) -> None:
         """Waits until no output runs, and checks that all blocks are free."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + HANG_LIMIT_S
         while self.service.admission.num_open or self._num_running():
             assert time.monotonic() < deadline, (self.service.admission.num_open, self.llm.stats())
             time.sleep(0.002)
