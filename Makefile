@@ -39,6 +39,8 @@ CONSTRAINTS := $(CURDIR)/tests/constraints.txt
 PINNED := PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)"
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Used where ccache is installed.
+export CCACHE_DIR ?= $(CURDIR)/build/ccache
 
 # One compilation: scikit-build-core builds the module here, and `make test` the tests beside it.
 BUILD := build/make
@@ -206,7 +208,7 @@ check-python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + sys.version.split()[0] + "; Paceline needs 3.11 or newer; run: make PYTHON=/path/to/python")'
 
 check-packages:
-	@packages="libgtest-dev libgmock-dev libcpp-httplib-dev nlohmann-json3-dev pkg-config"
+	@packages="libgtest-dev libgmock-dev libcpp-httplib-dev nlohmann-json3-dev pkg-config ccache"
 	if ! printf '#include <%s>\n' gmock/gmock.h httplib.h nlohmann/json.hpp | $${CXX:-g++} -E -x c++ - >/dev/null 2>&1 || ! command -v pkg-config >/dev/null; then
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$packages
