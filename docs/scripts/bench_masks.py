@@ -78,12 +78,12 @@ def main() -> None:
     for seed in range(args.num_schemas):
         schema = json_schemas.make_schema(seed)
         begin = time.perf_counter()
-        grammar = grammars.check(
+        grammar = grammars.compile(
             StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True)
         )
         compile_ms.append((time.perf_counter() - begin) * 1e3)
         # A random document: its drafts are what it goes on with.
-        (walk,) = grammars.constraints(grammar, 1)
+        (walk,) = grammars.constraints(grammar.text, 1)
         document: list[int] = []
         emitted: list[int] = []
         while len(document) < 120:
@@ -95,7 +95,7 @@ def main() -> None:
                 break
             emitted = [token]
             document.append(token)
-        (constraint,) = grammars.constraints(grammar, 1)
+        (constraint,) = grammars.constraints(grammar.text, 1)
         emitted, at = [], 0
         while at < len(document):
             masks[:] = 0

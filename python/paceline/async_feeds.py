@@ -18,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from paceline.dispatcher import Dispatcher, Session, SessionClosed
+from paceline.grammar_queue import GrammarQueue
 from paceline.outputs import StreamChunk
 from paceline.request import Request, RequestGroup
 
 if TYPE_CHECKING:
     from paceline import _core
+    from paceline.grammar import Grammars
 
 # Prompts are rendered and tokenized beside the event loop; the tokenizer releases the GIL.
 _NUM_WORKERS: Final = 2
@@ -115,16 +117,21 @@ class FeedSession(Session):
 
     Attributes:
         workers: The threads that prepare requests.
+        grammars: Compiles their grammars before that.
     """
 
-    def __init__(self, dispatcher: Dispatcher, num_speculative_tokens: int | None) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, num_speculative_tokens: int | None, grammars: Grammars
+    ) -> None:
         """Starts without requests.
 
         Args:
             dispatcher: The dispatcher of the engine.
             num_speculative_tokens: k; None without speculative decoding.
+            grammars: Of the model.
         """
         super().__init__(dispatcher)
+        self.grammars = GrammarQueue(grammars)
         self.workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="paceline-prompts")
         self._num_speculative_tokens = num_speculative_tokens
         self._events: deque[_core.RequestEvent] = deque()
@@ -256,6 +263,7 @@ class FeedSession(Session):
         self._closed = self._closed or name
         super().close()
         if not self._dispatcher.is_forked:
+            self.grammars.close(f"{self._closed} is closed")
             self.workers.shutdown(wait=False)
 
     # ---- in the polling thread -----------------------------------------------------------------

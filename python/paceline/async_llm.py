@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Any, Never, Self
 
 from paceline.async_feeds import FeedSession
-from paceline.async_stream import ChunkStream, OutputStream
+from paceline.async_stream import ChunkStream, OutputStream, Plan
 from paceline.chat_messages import Conversation
 from paceline.checks import check_text, check_unknown, shorten
+from paceline.grammar import CompiledGrammar
 from paceline.llm import LLM
 from paceline.prompts import Prompt, check_prompt_type, encode_chats
 from paceline.request import Request
@@ -136,7 +137,9 @@ class AsyncLLM:
         shared.requests.grammars.read_tokenizer()  # likewise
         self._requests = shared.requests
         self._chat_templates = shared.chat_templates
-        self._session = FeedSession(shared.dispatcher, shared.num_speculative_tokens)
+        self._session = FeedSession(
+            shared.dispatcher, shared.num_speculative_tokens, shared.requests.grammars
+        )
 
     # ---- generating ----------------------------------------------------------------------------
 
@@ -328,6 +331,14 @@ class AsyncLLM:
         """
         self._session.close(name)
 
+    def stop_compiling(self, reason: str) -> None:
+        """Ends requests whose grammar is being compiled, and takes no further grammars.
+
+        Args:
+            reason: The message of the RuntimeError that their tasks get.
+        """
+        self._session.grammars.close(reason)
+
     def close(self) -> None:
         """Cancels all requests, whose tasks get RuntimeError, and closes the LLM unless it came
         from `from_llm`. Closing twice is fine."""
@@ -361,14 +372,14 @@ class AsyncLLM:
         make_prompt: Callable[[], Prompt],
         sampling_params: SamplingParams | None,
         request_id: str | None,
-    ) -> tuple[Callable[[], Callable[[], list[Request]]], str | None]:
-        """How to make the samples of a request: a call in the event loop, which takes numbers and
-        returns a call for a worker thread; and the request's name."""
+    ) -> tuple[Callable[[], Plan], str | None]:
+        """How to make the samples of a request: a call in the event loop, which takes numbers; and
+        the request's name."""
         if request_id is not None and not check_text("request_id", request_id):
             raise ValueError("request_id is empty; allowed: a name, or None")
         llm, factory = self.llm, self._requests
 
-        def number() -> Callable[[], list[Request]]:
+        def number() -> Plan:
             if not isinstance(sampling_params, SamplingParams | None):
                 raise ValueError(
                     f"sampling_params is {shorten(sampling_params)} "
@@ -377,14 +388,14 @@ class AsyncLLM:
             params = sampling_params or llm.get_default_sampling_params()
             first = factory.reserve_numbers(params.n)
 
-            def prepare() -> list[Request]:
+            def prepare(grammar: CompiledGrammar | None) -> list[Request]:
                 prompt = make_prompt()
                 _check_is_one(prompt)
-                requests = factory.prepare([prompt], params)
+                requests = factory.prepare([prompt], params, grammar)
                 factory.set_seeds(requests, first)
                 return requests
 
-            return prepare
+            return Plan(prepare, params.structured_outputs)
 
         return number, request_id
 

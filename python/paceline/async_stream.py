@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -20,12 +21,27 @@ from paceline.request import running_metrics
 
 if TYPE_CHECKING:
     from paceline.async_feeds import Feed, FeedSession
+    from paceline.grammar import CompiledGrammar
     from paceline.request import Request
+    from paceline.structured_outputs import StructuredOutputsParams
 
 _T = TypeVar("_T")
 
 # A task that never has to wait lets others run after this many items.
 _MAX_ITEMS_AT_ONCE: Final = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a request is made.
+
+    Attributes:
+        prepare: Makes its samples in a worker thread. Takes the compiled grammar; None without one.
+        structured: What its output must look like; None if it is free.
+    """
+
+    prepare: Callable[[CompiledGrammar | None], list[Request]]
+    structured: StructuredOutputsParams | None
 
 
 class AsyncStream(AsyncIterator[_T], Generic[_T]):
@@ -41,7 +57,7 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         self,
         owner: object,
         session: FeedSession,
-        prepare: Callable[[], Callable[[], list[Request]]],
+        prepare: Callable[[], Plan],
         name: str | None,
     ) -> None:
         """Starts nothing.
@@ -49,14 +65,13 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         Args:
             owner: An object that is kept alive until the output ends.
             session: Runs the request.
-            prepare: Called in the event loop. Returns a function that makes the samples of the
-                request, which is called in a worker thread.
+            prepare: Called in the event loop.
             name: The request's id; None = it gets one.
         """
         self._is_done = False
         self._owner: object | None = owner
         self._session = session
-        self._prepare: Callable[[], Callable[[], list[Request]]] | None = prepare
+        self._prepare: Callable[[], Plan] | None = prepare
         self._given_name = name
         self._feed: Feed | None = None
         self._is_waiting = False
@@ -145,8 +160,14 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         assert prepare is not None
         session = self._session
         feed = self._feed = session.open_feed(self._given_name, loop)
-        make = prepare()
-        await loop.run_in_executor(session.workers, lambda: session.start(feed, make()))
+        plan = prepare()
+        # Apart from the workers, so that no grammar delays other requests.
+        grammar = None
+        if plan.structured is not None:
+            grammar = await session.grammars.compile(plan.structured)
+        await loop.run_in_executor(
+            session.workers, lambda: session.start(feed, plan.prepare(grammar))
+        )
         return feed
 
     @abstractmethod

@@ -157,9 +157,9 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens of the first completion whose KV was taken over from the
             prefix cache instead of being computed. (The other completions of a prompt take it over
             from the first.) 0 until the request is finished.
-        is_refused: Whether `error` says that the request is not allowed. An engine of this process
-            refuses a request with ValueError instead; one in another process (`paceline serve
-            --replicas`) can only do so once it has the request.
+        is_refused: Whether `error` says that the request is not allowed: its parameters exclude all
+            that its grammar allows, or an engine in another process (`paceline serve --replicas`)
+            refuses it. An engine of this process refuses a request with ValueError instead.
     """
 
     prompt: str | None

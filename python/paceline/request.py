@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.logprobs import LogprobReader
@@ -25,8 +25,11 @@ from paceline.stop_strings import StopStringFilter
 
 if TYPE_CHECKING:
     from paceline import _core
-    from paceline.grammar import Grammars
+    from paceline.grammar import CompiledGrammar, Grammars
     from paceline.sampling import SamplingParams
+
+# In the engine's error of a sample that no token is left for.
+_RULED_OUT: Final = "rule out all tokens"
 
 
 class Request:
@@ -45,6 +48,7 @@ class Request:
         sample: int = 0,
         grammars: Grammars | None = None,
         max_model_len: int | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """Starts without output.
 
@@ -60,6 +64,7 @@ class Request:
             sample: Index among the request's samples.
             grammars: Of the model; None where `sampling` has no grammar.
             max_model_len: The length at which the engine ends the request; None = unknown.
+            grammar: That of `sampling`, which the request keeps from being compiled again.
         """
         self.index = index
         self.prompt = prompt
@@ -70,6 +75,7 @@ class Request:
         self.sample = sample
         self._grammars = grammars
         self._max_model_len = max_model_len
+        self._grammar = grammar
         # Set when the request is queued.
         self.request_id = ""
         self.queued_at = 0.0  # time.monotonic()
@@ -200,6 +206,13 @@ class Request:
         return event.error or "the engine cancelled the request"
 
     @property
+    def contradicts_its_grammar(self) -> bool:
+        """Whether the output failed because the parameters exclude all that the grammar allows."""
+        if self.params.structured_outputs is None:
+            return False
+        return self.error is not None and _RULED_OUT in self.error
+
+    @property
     def reasons(self) -> tuple[str | None, str | int | None]:
         """The finish reason and the stop reason; None and None while the output is not finished."""
         if self.last_event is None:
@@ -253,7 +266,7 @@ def engine_request(
     Args:
         prompt_token_ids: The prompt.
         sampling: Keyword arguments of `_core.Request`; "grammar" stands for "constraints" and is
-            what `Grammars.check` has returned, in this process or another one.
+            the text of a compiled grammar, of this process or another one.
         grammars: Of the model; None where there is no grammar.
     """
     from paceline import _core
@@ -344,8 +357,9 @@ def request_output(samples: Sequence[Request], num_speculative_tokens: int | Non
         request_id=first.request_id,
         finished=all(sample.is_finished for sample in samples),
         num_cached_tokens=0 if first.last_event is None else first.last_event.num_cached_tokens,
-        # Of events of replicas alone.
-        is_refused=getattr(first.last_event, "is_refused", False),
+        # The attribute is one of events of replicas alone.
+        is_refused=getattr(first.last_event, "is_refused", False)
+        or any(sample.contradicts_its_grammar for sample in samples),
     )
 
 

@@ -17,6 +17,7 @@ from paceline.prompts import Prompts, cache_salt_of, encode, list_params, list_p
 from paceline.request import Request
 
 if TYPE_CHECKING:
+    from paceline.grammar import CompiledGrammar
     from paceline.loader import LoadedModel
     from paceline.loader.tokenizer import TokenizerInfo
     from paceline.sampling import SamplingParams
@@ -62,12 +63,14 @@ class RequestFactory:
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        grammar: CompiledGrammar | None = None,
     ) -> list[Request]:
         """Checks and encodes the requests of a call, without numbering or queueing them.
 
         Args:
             prompts: As for `LLM.generate`.
             sampling_params: As for `LLM.generate`.
+            grammar: That of all parameters with structured_outputs; None = it is compiled here.
 
         Returns:
             The samples of all prompts. Those of one prompt are adjacent and in order.
@@ -90,9 +93,11 @@ class RequestFactory:
             arguments = engine_arguments(param, self._target)
             if salt := cache_salt_of(prompt):
                 arguments["cache_salt"] = salt
+            compiled = None
             if param.structured_outputs is not None:
-                arguments["grammar"] = self.grammars.check(param.structured_outputs)
-            checked.append((text, token_ids, param, arguments))
+                compiled = grammar or self.grammars.compile(param.structured_outputs)
+                arguments["grammar"] = compiled.text
+            checked.append((text, token_ids, param, arguments, compiled))
         # Shared by all requests of the call, so that a token is decoded once.
         logprobs = LogprobReader(self._target.tokenizer)
         return [
@@ -106,9 +111,10 @@ class RequestFactory:
                 logprobs=logprobs if param.detokenize else None,
                 grammars=self.grammars,
                 max_model_len=self._max_model_len,
+                grammar=compiled,
                 sample=sample,
             )
-            for index, (text, token_ids, param, sampling) in enumerate(checked)
+            for index, (text, token_ids, param, sampling, compiled) in enumerate(checked)
             for sample in range(param.n)
         ]
 

@@ -211,12 +211,13 @@ class RunningEngine:
 
         An LLM that is never closed is freed when it is collected or the interpreter exits.
         """
+        self._requests.grammars.close()
         self._dispatcher.close()
 
     def __del__(self) -> None:
         # Not weakref.finalize: a Ctrl-C at its start would leave the engine in its registry.
         if hasattr(self, "_dispatcher"):
-            self._dispatcher.close()
+            self.close()
 
     def __reduce__(self) -> Any:
         raise TypeError(

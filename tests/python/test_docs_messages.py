@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hostile_grammars import slow_schema
 from hub_server import HubServer
 from markdown_pages import blocks
 from paceline import LLM, SamplingParams
@@ -140,6 +141,11 @@ CASES: dict[str, Callable[[Path], object]] = {
         max_num_seqs=64, max_num_batched_tokens=100, speculative_config=drafted(DRAFT)
     ),
     "forked": lambda folder: forked(),
+    "grammar": lambda folder: with_llm(
+        lambda engine: engine.generate(
+            "x", SamplingParams(structured_outputs={"json": slow_schema(0)})
+        )
+    ),
     "head_as_target": lambda folder: llm(ASSISTANT),
     "hub_offline": lambda folder: from_hub("Qwen/Qwen3-8B", offline=True),
     "hub_unknown": lambda folder: from_hub("Qwen/Qwen3-8b-typo"),

@@ -29,7 +29,7 @@ class Engine:
         self._llm = LLM(**arguments)
         self._dispatcher = internals(self._llm).dispatcher
         self._grammars = internals(self._llm).requests.grammars
-        self._grammars.read_tokenizer()
+        self._grammars.read_tokenizer(compiles=False)
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def facts(self) -> Facts:
@@ -54,8 +54,7 @@ class Engine:
             RuntimeError: The engine has failed.
         """
         yield "begin", self._name
-        # It may compile a grammar.
-        request = await asyncio.to_thread(engine_request, prompt, sampling, self._grammars)
+        request = await asyncio.to_thread(self._make_request, prompt, sampling)
         num_open = request.num_samples
         session = _QueueSession(self._dispatcher, asyncio.get_running_loop())
         try:
@@ -67,6 +66,11 @@ class Engine:
         finally:
             session.close()
         yield "stats", self._dispatcher.executor.stats()
+
+    def _make_request(self, prompt: list[int], sampling: dict[str, Any]) -> _core.Request:
+        if "grammar" in sampling:
+            self._grammars.ensure(sampling["grammar"])
+        return engine_request(prompt, sampling, self._grammars)
 
     async def check_health(self) -> None:
         """Raises an error if the engine has failed, so that Ray replaces the replica."""

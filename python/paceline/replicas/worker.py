@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, Final, NoReturn
 
@@ -28,6 +29,7 @@ from paceline.request import engine_request
 from paceline.running_llm import internals
 
 _POLL_TIMEOUT_MS: Final = 50
+_NUM_COMPILERS: Final = 2
 #: How often a replica says that it lives.
 HEARTBEAT_S: Final = 1.0
 #: The number of statistics that were not asked for.
@@ -56,6 +58,9 @@ class _Replica:
         self._runs: dict[int, int] = {}  # by id in the engine
         self._ids: dict[int, int] = {}  # ids in the engine, by run
         self._num_open: dict[int, int] = {}  # samples that have not ended, by id in the engine
+        # Of runs whose grammar is being compiled: the samples that were cancelled meanwhile.
+        self._cancelled: dict[int, list[int]] = {}
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammars")
         self._wants_drain = threading.Event()
         self._ends = threading.Event()
         self._executor: _core.Executor
@@ -78,7 +83,7 @@ class _Replica:
             return 1
         self._executor = internals(llm).dispatcher.executor
         self._grammars = internals(llm).requests.grammars
-        self._grammars.read_tokenizer()
+        self._grammars.read_tokenizer(compiles=False)
         self._send(("ready", Facts.of(llm, self._executor), os.getpid()))
         threading.Thread(target=self._beat, daemon=True).start()
         try:
@@ -112,7 +117,7 @@ class _Replica:
             while True:
                 kind, *rest = self._connection.recv()
                 if kind == "add":
-                    self._add(*rest)
+                    self._take(*rest)
                 elif kind == "cancel":
                     self._cancel(*rest)
                 elif kind == "stats":
@@ -122,8 +127,19 @@ class _Replica:
         except (EOFError, OSError):
             os._exit(1)  # the server has ended
 
+    def _take(self, run: int, prompt: list[int], sampling: dict[str, Any]) -> None:
+        """Adds a request; one with a grammar in a thread of its own, since it may be compiled."""
+        if "grammar" not in sampling:
+            self._add(run, prompt, sampling)
+            return
+        with self._adding:
+            self._cancelled[run] = []
+        self._compilers.submit(self._add, run, prompt, sampling)
+
     def _add(self, run: int, prompt: list[int], sampling: dict[str, Any]) -> None:
         try:
+            if "grammar" in sampling:
+                self._grammars.ensure(sampling["grammar"])
             request = engine_request(prompt, sampling, self._grammars)
             ids: list[int] = []
             with self._adding:
@@ -131,13 +147,20 @@ class _Replica:
                     raise RuntimeError("the queue of waiting requests is full; try again later")
                 self._runs[ids[0]], self._ids[run] = run, ids[0]
                 self._num_open[ids[0]] = request.num_samples
+                cancelled = self._cancelled.pop(run, [])
+            for sample in cancelled:
+                self._cancel(run, sample)
         except Exception as error:
+            with self._adding:
+                self._cancelled.pop(run, None)
             is_refused = isinstance(error, ValueError | NotImplementedError)
             self._send(("refused", run, " ".join(str(error).split()), is_refused))
 
     def _cancel(self, run: int, sample: int) -> None:
         with self._adding:
             request_id = self._ids.get(run)
+            if run in self._cancelled:
+                self._cancelled[run].append(sample)
         if request_id is not None:
             with contextlib.suppress(Exception):  # a failed engine ends the process
                 self._executor.cancel(request_id, sample)

@@ -378,8 +378,11 @@ async def _run(
         stack.push_async_callback(run.close)
         if not wishes.is_streamed:
             return JsonResponse(await until_gone(request.receive, _whole(run, request)))
-        # Short, and nothing runs on before the end of the client is noticed.
-        await _start(run, request)
+        if wishes.params.structured_outputs is None:
+            # Short, and nothing runs on before the end of the client is noticed.
+            await _start(run, request)
+        else:
+            await until_gone(request.receive, _start(run, request))  # it may compile a grammar
         return EventStream(run.events(), stack.pop_all().aclose)
 
 

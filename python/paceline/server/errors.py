@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from paceline._core import DeviceError, InternalError, ModelFileError
 from paceline.checks import shorten
-from paceline.grammar import TOO_COSTLY
+from paceline.grammar_queue import GrammarQueueFull
+from paceline.grammar_trial import TOO_COSTLY
 from paceline.outputs import RequestError
 
 _TYPES: Final = {
@@ -102,8 +103,9 @@ def as_api_error(error: BaseException) -> ApiError:
         error: What a call has raised.
 
     Returns:
-        400 for a value that is not allowed, or a grammar that costs too much; 500 if the request
-        failed; 503 if the engine did.
+        400 for a value that is not allowed, a grammar that costs too much, or parameters that
+        leave no token; 429 if too many grammars wait; 500 if the request failed; 503 if the engine
+        did.
     """
     if isinstance(error, ApiError):
         return error
@@ -122,6 +124,8 @@ def as_api_error(error: BaseException) -> ApiError:
             param=_param_of(message),
             code=TOO_LONG if is_too_long else None,
         )
+    if isinstance(error, GrammarQueueFull):
+        return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
     if isinstance(error, DeviceError | RuntimeError):
         return ApiError(503, message)
     return ApiError(500, f"internal error: {type(error).__name__}: {shorten(message, 200)}")

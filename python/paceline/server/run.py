@@ -95,6 +95,7 @@ class Server:
             self._cut_off_requests()
             return
         service.is_draining = True
+        service.allm.stop_compiling("the server is about to end; send the request to another one")
         self._uvicorn.should_exit = True
         _logger.info(
             "the server ends; %d outputs have %g s left. Press Ctrl-C again, or send a second "
