@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 256 << 20
 _MAX_REFUSALS: Final = 256
-# Of all that are kept or that requests use.
-_MAX_BYTES: Final = 1 << 30
 # What a panic of Rust code becomes; no subclass of Exception.
 _PANIC: Final = "PanicException"
 _CORES_PER_THREAD: Final = 4
@@ -157,19 +155,23 @@ class Grammars:
         return self._find(known)
 
     def compile(
-        self, params: StructuredOutputsParams, trial: Trial | None = None
+        self,
+        params: StructuredOutputsParams,
+        trial: Trial | None = None,
+        max_bytes: int | None = None,
     ) -> CompiledGrammar:
         """Compiles what an output must look like, which takes a bounded time and memory.
 
         Args:
             params: What it must look like.
             trial: Lets other threads cancel it.
+            max_bytes: Of all grammars that are kept or that requests use; None = no limit.
 
         Raises:
             ValueError: It is no valid grammar, too costly, or not supported; or the model has no
                 tokenizer or no end-of-sequence token.
             RuntimeError: The package llguidance is missing, the process that compiles does not run,
-                or the grammars in use take too much memory.
+                or the grammars in use take more than `max_bytes`.
             Cancelled: It was cancelled, or the LLM is closed.
         """
         _import_llguidance()
@@ -183,7 +185,7 @@ class Grammars:
         try:
             text, num_bytes = self._trials.compile(params, trial or Trial())
             self._remember(params, text)
-            return self._find(text) or self._compile(text, num_bytes)
+            return self._find(text) or self._compile(text, num_bytes, max_bytes)
         except ValueError as error:
             self._remember(params, error)
             raise
@@ -215,7 +217,7 @@ class Grammars:
         if found is not None:
             return found
         self._ensure_tokenizer()
-        return self._compile(grammar, 0)
+        return self._compile(grammar, 0, None)
 
     def close(self) -> None:
         """Ends what is being compiled, and takes no more."""
@@ -250,14 +252,15 @@ class Grammars:
             self._keep(found)
             return found
 
-    def _compile(self, text: str, num_bytes: int) -> CompiledGrammar:
+    def _compile(self, text: str, num_bytes: int, max_bytes: int | None) -> CompiledGrammar:
         assert self._tokenizer is not None
-        with self._lock:
-            used = sum(grammar.num_bytes for grammar in self._live.values())
-            if used + num_bytes > _MAX_BYTES:
+        if max_bytes is not None:
+            with self._lock:
+                used = sum(grammar.num_bytes for grammar in self._live.values())
+            if used + num_bytes > max_bytes:
                 raise RuntimeError(
                     f"the grammars in use take {used >> 20} MiB, and structured_outputs takes "
-                    f"{num_bytes >> 20} MiB more; allowed: {_MAX_BYTES >> 20} MiB. Try again "
+                    f"{num_bytes >> 20} MiB more; allowed: {max_bytes >> 20} MiB. Try again "
                     "later, or use a smaller grammar"
                 )
         compiled = CompiledGrammar(text, compile_grammar(self._tokenizer, text), num_bytes)

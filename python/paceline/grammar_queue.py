@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Grammars that are compiled at a time, and that wait.
 _NUM_WORKERS: Final = 2
 MAX_WAITING: Final = 64
+# Of the grammars that are kept or that requests use.
+_MAX_BYTES: Final = 1 << 30
 
 
 class GrammarQueueFull(RuntimeError):
@@ -82,7 +84,8 @@ class GrammarQueue:
                         f"allowed: {MAX_WAITING}; try again later"
                     )
                 trial = Trial()
-                job = _Job(trial, self._workers.submit(self._grammars.compile, params, trial))
+                future = self._workers.submit(self._grammars.compile, params, trial, _MAX_BYTES)
+                job = _Job(trial, future)
                 self._jobs[params] = job
             job.num_tasks += 1
         return job

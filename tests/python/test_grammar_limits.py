@@ -52,6 +52,12 @@ def params(max_tokens: int = 16, **structured: Any) -> SamplingParams:
     )
 
 
+def wide_schema(width: int) -> dict[str, Any]:
+    """A schema whose grammar grows with its width."""
+    properties = {f"{i}_{width}": {"enum": [f"{i}{j}" for j in range(8)]} for i in range(width)}
+    return {"type": "object", "properties": properties}
+
+
 def text(llm: LLM, **structured: Any) -> str:
     (output,) = llm.generate("x = ", params(**structured))
     return output.outputs[0].text
@@ -197,6 +203,30 @@ def test_the_process_starts_again_when_the_system_has_ended_it(llm: LLM) -> None
     assert text(llm, choice=["one"]) == "one"
     os.kill(trial_pid(llm), signal.SIGKILL)
     assert text(llm, choice=["two"]) == "two"
+
+
+def test_an_llm_takes_many_grammars_and_an_async_llm_as_many_as_its_memory_allows(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small grammar is counted as small, although its trial needs far more while it compiles."""
+    grammars = internals(llm).requests.grammars
+    small = [grammars.compile(StructuredOutputsParams(regex=f"{i}[a-z]+")) for i in range(8)]
+    large = grammars.compile(StructuredOutputsParams(json=wide_schema(400)))
+    assert all(0 <= one.num_bytes < 2 << 20 for one in small)
+    assert large.num_bytes > 2 * max(one.num_bytes for one in small)
+
+    used = large.num_bytes
+    monkeypatch.setattr("paceline.grammar_queue._MAX_BYTES", used)
+
+    async def run() -> None:
+        async with AsyncLLM.from_llm(llm) as allm:
+            with raises(RuntimeError, "the grammars in use take"):
+                await anext(allm.generate("x", params(json=wide_schema(401))))
+
+    asyncio.run(run())
+    assert large.matcher is not None  # in use until here
+    outputs = llm.generate(["x"] * 2, [params(json=wide_schema(401 + i)) for i in range(2)])
+    assert all(output.outputs[0].text.startswith("{") for output in outputs)
 
 
 def test_tasks_share_a_compilation_and_end_it_with_the_last(llm: LLM) -> None:
