@@ -32,7 +32,8 @@ from paceline.loader.families import is_same_family
 from paceline.loader.formats import PLAIN_DTYPES
 from paceline.speculative_checks import LATER_METHODS, METHODS
 from paceline.speculative_config import SpeculativeConfig
-from paceline.vllm_arguments import ADVICE, LEAVE_OUT
+from paceline.vllm_arguments import ADVICE, FLAGS, LEAVE_OUT, Advice
+from paceline.vllm_names import ATTRIBUTES, MODULE_NAMES
 
 DOCS: Final = Path(__file__).resolve().parents[1]
 ROOT: Final = DOCS.parent
@@ -79,12 +80,13 @@ DIFFERENCES: Final = {
         "([prefix-cache.md](prefix-cache.md))",
         "disable_log_stats": "False by default: figures are logged at level INFO",
         "dtype": '"float16" is refused: such checkpoints load as float32, which loses nothing',
-        "gpu_memory_utilization": "no default (see the KV pool above); only on CUDA",
+        "gpu_memory_utilization": "no default (see the KV pool above); changes nothing on the CPU",
         "load_format": '"auto" or "dummy"',
         "max_logprobs": "0 to 64; -1 is refused",
         "max_model_len": "default: the model's own length, or the largest that fits the memory",
         "max_num_seqs": "64 by default",
         "seed": "every request without a seed gets its own, derived from this one",
+        "tokenizer": "another folder or model of the hub, with the same token ids",
         "tensor_parallel_size": "1 is the only value allowed: a model runs on one GPU",
     },
     "speculative_config": {
@@ -334,17 +336,25 @@ def _named(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
 
 
+def _answer(advice: Advice) -> str:
+    """What happens to an argument of vLLM. None, which is to leave it out, needs no words."""
+    reason = advice.text.removeprefix(LEAVE_OUT)
+    if advice.harmless == "all":
+        return f"changes nothing: {reason}"
+    values = [f"`{value!r}`" for value in advice.harmless if value is not None]
+    unless = f" unless {' or '.join(values)}" if values else ""
+    return f"refused{unless}: {reason}"
+
+
 def _names_table(what: str, ours: Sequence[str]) -> str:
     names: list[str] = load("vllm_names.json")[what]
     different = DIFFERENCES[what]
     same = code([name for name in names if name in ours and name not in different])
     rows = [(f"`{name}`", different[name]) for name in names if name in ours and name in different]
     advice = ADVICE[what]
-    rows += [
-        (f"`{name}`", f"refused: {advice[name].removeprefix(LEAVE_OUT)}")
-        for name in names
-        if name not in ours
-    ]
+    missing = [name for name in names if name not in ours]
+    missing += [name for name in advice if name not in names]  # of other versions of vLLM
+    rows += [(f"`{name}`", _answer(advice[name])) for name in missing]
     parts = [f"The same as in vLLM: {same}.", table(("vLLM", "here"), rows)]
     own = [name for name in ours if name not in names]
     nested = [name for name in own if what == "speculative_config" and name != "drafter"]
@@ -372,6 +382,37 @@ def vllm_sampling() -> str:
     return _names_table("SamplingParams", _named(paceline.SamplingParams))
 
 
+def vllm_calls() -> str:
+    """vLLM's arguments of generate and chat, and of structured outputs."""
+    rows = [
+        (f"`{owner}({name})`", _answer(advice))
+        for owner in ("LLM.generate", "LLM.chat", "StructuredOutputsParams")
+        for name, advice in ADVICE[owner].items()
+    ]
+    return table(("vLLM", "here"), rows)
+
+
+def vllm_names() -> str:
+    """vLLM's names in modules and of methods."""
+    rows = [
+        (f"`{module.replace('paceline', 'vllm')}.{name}`", advice)
+        for module, names in MODULE_NAMES.items()
+        for name, advice in names.items()
+    ]
+    rows += [
+        (f"`{kind}.{name}`", advice)
+        for kind, names in ATTRIBUTES.items()
+        for name, advice in names.items()
+    ]
+    return table(("vLLM", "here"), rows)
+
+
+def vllm_flags() -> str:
+    """vLLM's flags of `vllm serve` that are no arguments of LLM."""
+    rows = [(f"`--{name.replace('_', '-')}`", _answer(advice)) for name, advice in FLAGS.items()]
+    return table(("vLLM", "here"), rows)
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "break-even": break_even,
     "demo-acceptance": demo_acceptance,
@@ -390,7 +431,10 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "support": support,
     "vllm-command": vllm_command,
     "vllm-first-token": vllm_first_token,
+    "vllm-calls": vllm_calls,
+    "vllm-flags": vllm_flags,
     "vllm-llm": vllm_llm,
+    "vllm-names": vllm_names,
     "mask-times": mask_times,
     "vllm-sampling": vllm_sampling,
     "vllm-speculative": vllm_speculative,

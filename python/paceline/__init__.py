@@ -106,7 +106,9 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULE_OF:
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     else:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        from paceline.vllm_names import missing_name
+
+        raise missing_name("paceline", name)
     globals()[name] = value
     return value
 

@@ -7,7 +7,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Never, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from paceline.async_feeds import FeedSession
 from paceline.async_stream import ChunkStream, OutputStream, Plan
@@ -21,6 +21,7 @@ from paceline.running_llm import internals
 from paceline.sampling import SamplingParams
 from paceline.speculative_config import SpeculativeConfig
 from paceline.token_bound import min_num_tokens
+from paceline.vllm_names import missing_attribute
 
 
 class AsyncLLM:
@@ -50,6 +51,7 @@ class AsyncLLM:
         model: str | os.PathLike[str],
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
@@ -81,10 +83,16 @@ class AsyncLLM:
         Raises:
             Exception: As for `LLM`.
         """
-        check_unknown("AsyncLLM", AsyncLLM.__init__, unknown)
+        check_unknown(
+            "AsyncLLM",
+            AsyncLLM.__init__,
+            unknown,
+            {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size},
+        )
         llm = LLM(
             model,
             speculative_config=speculative_config,
+            tokenizer=tokenizer,
             device=device,
             dtype=dtype,
             load_format=load_format,
@@ -106,6 +114,7 @@ class AsyncLLM:
             disable_log_stats=disable_log_stats,
             hang_timeout_s=hang_timeout_s,
             show_progress=show_progress,
+            **unknown,
         )
         self._attach(llm, is_owner=True)
 
@@ -360,6 +369,11 @@ class AsyncLLM:
     def __del__(self) -> None:
         if hasattr(self, "_session"):
             self._session.close()
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Never:
+            raise missing_attribute(self, "AsyncLLM", name)
 
     def __repr__(self) -> str:
         return f"<Async{repr(self.llm)[1:]}"

@@ -15,10 +15,10 @@ import operator
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from paceline.vllm_arguments import advice_end
+from paceline.vllm_arguments import advice_end, is_harmless, refused_too
 
 # Linux: bytes of one name and of a whole path.
 _MAX_NAME_BYTES: Final = 255
@@ -301,8 +301,14 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> 
             )
 
 
-def check_unknown(owner: str, function: Callable[..., object], unknown: Iterable[str]) -> None:
-    """Refuses what a function has received in its `**unknown: Never`.
+def check_unknown(
+    owner: str,
+    function: Callable[..., object],
+    unknown: Mapping[str, object],
+    known: Mapping[str, object] | None = None,
+) -> None:
+    """Refuses what a function has received in its `**unknown: Never`, except for values of vLLM's
+    arguments that change nothing.
 
     That parameter lets a function list its other keywords in its own error, and type checkers
     refuse every argument for it.
@@ -310,11 +316,29 @@ def check_unknown(owner: str, function: Callable[..., object], unknown: Iterable
     Args:
         owner: What the function is called in the message.
         function: The function.
-        unknown: The unknown keywords.
+        unknown: The unknown keywords with their values.
+        known: Keywords that vLLM takes with more values; those are refused in the same error.
 
     Raises:
-        TypeError: There are any.
+        TypeError: There are others. The message says of each what to do instead.
     """
-    if unknown:
-        parameters = inspect.signature(function).parameters
-        check_keywords(owner, unknown, [key for key in parameters if key not in _NO_KEYWORDS])
+    refused = [key for key in unknown if not is_harmless(owner, key, unknown[key])]
+    more = refused_too(owner, known or {})
+    if not refused and len(more) < 2:  # one of `known` has an error of its own, which says more
+        return
+    parameters = inspect.signature(function).parameters
+    allowed = [key for key in parameters if key not in _NO_KEYWORDS]
+    if not more and len(refused) == 1:
+        check_keywords(owner, refused, allowed)
+    advice = {
+        key: advice_end(owner, key) or did_you_mean(key, allowed) or "; there is no such parameter"
+        for key in refused
+    } | {key: f"; {text}" for key, text in more.items()}
+    values = {**(known or {}), **unknown}
+    listed = "\n".join(
+        f"  {key}={shorten(values[key])}: {text.removeprefix('; ')}" for key, text in advice.items()
+    )
+    raise TypeError(
+        f"{owner} does not take these arguments in this version:\n{listed}\n"
+        f"it has: {', '.join(allowed)}"
+    )

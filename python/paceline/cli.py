@@ -18,6 +18,7 @@ from paceline.bench import cli as bench
 from paceline.checks import MODEL, check_path, check_revision, did_you_mean, shorten
 from paceline.commands import chat, generate, serve
 from paceline.commands.options import add_hub_options, add_quiet_option, download_arguments
+from paceline.commands.vllm_flags import refusals, take_flags
 from paceline.console import (
     EXIT_BROKEN_PIPE,
     EXIT_CODES,
@@ -40,7 +41,6 @@ from paceline.console import (
     signals_as_errors,
     tell,
 )
-from paceline.vllm_arguments import flag_advice
 
 _MAX_MESSAGE: Final = 500
 
@@ -69,21 +69,30 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown arguments where they occur, so that the message names that command."""
+        options = [option for action in self._actions for option in action.option_strings]
+        flags: dict[str, Any] = {}
+        if args is not None and self.prog == "paceline serve":
+            args, flags = take_flags(args, options)
         known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
+        refused = refusals(flags, vars(known))
+        if unknown or refused:
             options = [option for option in options if option != "--help"]  # named in any case
-            hint = did_you_mean(unknown[0].split("=")[0], options)
-            if self.prog.endswith(" serve"):
-                hint = flag_advice(unknown[0].split("=")[0]) or hint
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            problem = ""
+            if unknown:
+                hint = did_you_mean(unknown[0].split("=")[0], options)
+                problem = f"unrecognized arguments: {' '.join(unknown)}{hint}"
+            cures = [f"{words}: {advice}" for words, advice in refused.items()]
+            self.error(problem, cures)
+        if flags:
+            known.vllm_flags = flags
         return known, unknown
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str, cures: Sequence[str] = ()) -> NoReturn:
         line = " ".join(message.splitlines())
         if len(line) > _MAX_MESSAGE:
             line = line[:_MAX_MESSAGE] + "..."
-        tell(f"{self.prog}: error: {line}; see {self.prog} --help")
+        parts = [part for part in (line, *cures, f"see {self.prog} --help") if part]
+        tell(f"{self.prog}: error: {'; '.join(parts)}")
         self.exit(EXIT_USAGE)
 
 

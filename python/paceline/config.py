@@ -112,7 +112,7 @@ class EngineConfig:
             by max_num_batched_tokens and, while other requests decode, by measured times.
         kv_cache_bytes: Bytes of the KV pool, all groups together; None = see `LLM`.
         gpu_memory_utilization: Instead of kv_cache_bytes, on CUDA: the fraction of the GPU's memory
-            that the engine may use in all.
+            that the engine may use in all. On the CPU it changes nothing.
         block_size: Tokens per KV block, 1 to 256.
         enable_prefix_caching: Whether prompts take over the KV of earlier requests that begin with
             the same tokens.
@@ -190,16 +190,3 @@ class EngineConfig:
                 "one of them, because both set the size of the KV pool"
             )
         object.__setattr__(self, key, number)
-
-    def check_on_device(self, device: str) -> None:
-        """Checks what depends on the device of the models, "cpu" or "cuda".
-
-        Raises:
-            ValueError: An argument is not allowed there.
-        """
-        if self.gpu_memory_utilization is not None and device != "cuda":
-            raise ValueError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but device is "
-                f"{device!r}; allowed: only with 'cuda'; kv_cache_bytes sets the size of the KV "
-                "pool on every device"
-            )

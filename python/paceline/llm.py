@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, Never, Self, Unpack
@@ -22,9 +23,9 @@ from paceline.checks import (
 from paceline.config import LOAD_FORMATS, EngineArguments, EngineConfig
 from paceline.device import resolve_device
 from paceline.loader import LoadedModel, StateDict, load_pair
-from paceline.model_sources import find_models
+from paceline.model_sources import find_models, find_tokenizer
 from paceline.running_llm import RunningLLM
-from paceline.speculative_config import SpeculativeConfig
+from paceline.speculative_config import SpeculativeConfig, ignored_keys
 from paceline.startup import check_max_num_batched_tokens
 from paceline.weights import from_mappings, from_modules, load_state_dicts
 
@@ -52,6 +53,7 @@ class LLM(RunningLLM):
         model: str | os.PathLike[str],
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
@@ -89,6 +91,9 @@ class LLM(RunningLLM):
             speculative_config: How to draft, as a mapping or JSON with vLLM's keys; see
                 `SpeculativeConfig`. None = the drafter that the model's folder brings, else plain
                 decoding; `{"method": None}` switches drafting off.
+            tokenizer: Another folder with a `tokenizer.json`, that file itself, or another model of
+                the hub, whose tokenizer and chat template take the place of the model's own. Its
+                token ids must mean the same. None = the model's own.
             device: Where to run: "cpu", "cuda" (the first visible GPU) or "auto" ("cuda" if a GPU
                 is usable, else "cpu"). "cpu" and "cuda" raise an error if that device is
                 unavailable.
@@ -124,8 +129,8 @@ class LLM(RunningLLM):
                 sequences at once, some wait, or are preempted and recomputed.
             gpu_memory_utilization: Fraction of the GPU's memory, above 0 to 1, that this engine may
                 use for weights, workspace, CUDA graphs and KV pool together. The pool gets what the
-                others leave, but no more than max_num_seqs sequences can use. Only on CUDA, and
-                instead of kv_cache_bytes.
+                others leave, but no more than max_num_seqs sequences can use. Instead of
+                kv_cache_bytes. On the CPU it changes nothing.
             block_size: Tokens per KV block.
             enable_prefix_caching: Whether prompts take over the KV of earlier requests that begin
                 with the same tokens, instead of computing it. The output is the same. KV of
@@ -150,7 +155,8 @@ class LLM(RunningLLM):
                 the use of memory at level INFO.)
 
         Raises:
-            TypeError: An argument does not exist. The message lists those that do.
+            TypeError: An argument does not exist. The message lists those that do. Arguments of
+                vLLM are accepted where they change nothing, and the logger "paceline" lists them.
             ValueError: An argument is not allowed, or the drafter does not fit the target.
             NotImplementedError: A method, model or device is not supported yet.
             paceline.ModelNotFoundError: A folder or file does not exist; or the hub has no such
@@ -162,7 +168,12 @@ class LLM(RunningLLM):
             ConnectionError: The hub cannot be reached, or fails, and the model is not in its cache.
             RuntimeError: The Python interpreter is exiting.
         """
-        check_unknown("LLM", LLM.__init__, unknown)
+        check_unknown(
+            "LLM",
+            LLM.__init__,
+            unknown,
+            {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size},
+        )
         check_path("model", model, MODEL)
         check_revision("revision", revision)
         if cache_dir is not None:
@@ -192,7 +203,7 @@ class LLM(RunningLLM):
             speculative = SpeculativeConfig.parse(speculative_config)
         check_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
-        config.check_on_device(resolved)
+        tokenizer_info = None
         try:
             sources = find_models(
                 model,
@@ -202,6 +213,10 @@ class LLM(RunningLLM):
                 load_format=load_format,
                 progress=show_progress,
             )
+            if tokenizer is not None:
+                tokenizer_info = find_tokenizer(
+                    tokenizer, cache_dir=cache_dir, progress=show_progress
+                )
         except (ModelNotFoundError, ConnectionError) as error:
             # The message says it all, and a traceback through the search would hide it.
             raise error.with_traceback(None) from None
@@ -219,7 +234,12 @@ class LLM(RunningLLM):
                 progress=show_progress,
             )
             lifetime.check_not_exiting()
-            self._start(target, draft, config, speculative, show_progress=show_progress)
+            if tokenizer_info is not None:
+                target = dataclasses.replace(target, tokenizer=tokenizer_info)
+            ignored = unknown | ignored_keys(speculative_config)
+            self._start(
+                target, draft, config, speculative, show_progress=show_progress, ignored=ignored
+            )
 
     @classmethod
     def from_loaded(

@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from paceline._core import ModelNotFoundError
-from paceline.checks import shorten
+from paceline.checks import check_path, shorten
 from paceline.hub import fetch, find_folder, is_hub_id
-from paceline.loader import CheckpointFolder
+from paceline.loader import CheckpointFolder, TokenizerInfo
 from paceline.loader.block_kinds import (
     block_kind_of_config,
     block_subfolders,
@@ -21,10 +21,14 @@ from paceline.loader.block_kinds import (
 )
 from paceline.loader.deepseek_v4_dspark import has_stage
 from paceline.loader.drafter_checkpoint import detect_method, stated_num_drafts
-from paceline.loader.files import find
+from paceline.loader.files import exists, find
+from paceline.loader.folder import TOKENIZER_NAME
 from paceline.loader.speculators import CURE, Speculators, read_speculators
 from paceline.speculative_checks import BLOCK_METHODS
 from paceline.speculative_config import SpeculativeConfig
+
+#: What `tokenizer` may be, for messages.
+TOKENIZER: Final = "a folder with tokenizer.json, that file, or the name of a model on the hub"
 
 
 class _Options(TypedDict):
@@ -117,6 +121,31 @@ def find_models(
             detect_method(drafter, speculative.method)  # raises: every block drafter states k
         speculative = dataclasses.replace(speculative, num_speculative_tokens=k)
     return ModelSources(target, drafter, speculative)
+
+
+def find_tokenizer(
+    tokenizer: str | os.PathLike[str],
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> TokenizerInfo:
+    """Reads the tokenizer that `LLM(tokenizer=...)` names; downloads it if it is on the hub.
+
+    Raises:
+        Exception: As for `hub.find_folder` and `TokenizerInfo`.
+    """
+    check_path("tokenizer", tokenizer, TOKENIZER)
+    found = find_folder(
+        tokenizer,
+        cache_dir=cache_dir,
+        needs_weights=False,
+        progress=progress,
+        argument="tokenizer",
+    )
+    path = found if found.is_file() else found / TOKENIZER_NAME
+    if not exists(path):
+        raise ModelNotFoundError(f"tokenizer: {path} does not exist; expected {TOKENIZER}")
+    return TokenizerInfo(path)
 
 
 def _with_block_drafter(

@@ -59,8 +59,30 @@ _MIN_BOUNDED_CHARS: Final = 8
 _NO_PROMPTS: Final = (bytes, bytearray, memoryview)
 
 
+def given_prompts(prompts: Prompts | None, prompt_token_ids: Any) -> list[Prompt]:
+    """Lists the prompts of a call that may name token ids with a keyword of their own, as in vLLM.
+
+    Raises:
+        ValueError: Both are given, or none, or one of them is something else.
+    """
+    if prompt_token_ids is None:
+        return list_prompts(prompts)  # type: ignore[arg-type]
+    if prompts is not None:
+        raise ValueError(
+            "prompts and prompt_token_ids are both given; allowed: one of them, or prompts such as "
+            "{'prompt': string, 'prompt_token_ids': token ids}"
+        )
+    listed = list_prompts(prompt_token_ids)
+    if any(isinstance(one, str | Mapping) for one in listed):
+        raise ValueError(
+            f"prompt_token_ids is {shorten(prompt_token_ids)}; allowed: token ids, or a sequence "
+            "of those; strings and mappings are prompts"
+        )
+    return listed
+
+
 def list_prompts(prompts: Prompts) -> list[Prompt]:
-    """Makes a list of one prompt or several; ValueError for anything else."""
+    """Makes a list of no prompt, one or several; ValueError for anything else."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     is_number = getattr(prompts, "ndim", 1) == 0  # a scalar array or tensor
@@ -70,6 +92,8 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
             f"allowed: {_ALLOWED}, or a sequence of those{bytes_advice(prompts)}"
         )
     if len(prompts) == 0:
+        if isinstance(prompts, list | tuple):
+            return []
         raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
     first = prompts[0]
     # Elements of arrays and tensors have the methods of a sequence even if they are scalars.

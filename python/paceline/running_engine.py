@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from paceline import _core, engine_log
 from paceline.chat_template import ChatTemplates
+from paceline.checks import shorten
 from paceline.config import EngineConfig
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
@@ -17,10 +19,12 @@ from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.loader import LoadedModel, check_compatible
 from paceline.loader.block_kinds import num_block_drafts
 from paceline.memory import group_max_bytes, memory_plan
+from paceline.metrics import Metric, metrics
 from paceline.reports import capabilities, engine_stats, kv_groups
 from paceline.request_factory import RequestFactory
 from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import check_max_model_len, executor_options
+from paceline.vllm_names import missing_attribute
 
 _logger = logging.getLogger("paceline")
 
@@ -50,6 +54,7 @@ class RunningEngine:
         speculative: SpeculativeConfig | None,
         *,
         show_progress: bool,
+        ignored: Mapping[str, object] | None = None,
     ) -> None:
         if draft is not None:
             assert speculative is not None
@@ -63,9 +68,17 @@ class RunningEngine:
         for model in (target,) if draft is None else (target, draft):
             for note in model.notes:
                 _logger.info("%s: %s", model.path, note)
-        config.check_on_device(target.model.device)
         check_max_model_len(config.max_model_len, target, draft)
         options = executor_options(config, speculative)
+        ignored = dict(ignored or {})
+        if target.model.device != "cuda" and config.gpu_memory_utilization is not None:
+            ignored["gpu_memory_utilization"] = config.gpu_memory_utilization
+            options["gpu_memory_utilization"] = 0.0
+        if ignored:
+            _logger.info(
+                "arguments that change nothing (docs/from-vllm.md): %s",
+                ", ".join(f"{name}={shorten(value)}" for name, value in ignored.items()),
+            )
         draft_model = None if draft is None else draft.model
         engine_log.start()
         executor = None
@@ -187,6 +200,37 @@ class RunningEngine:
         """
         stats = self._dispatcher.call(lambda executor: executor.stats())
         return engine_stats(stats, self._kv_groups, self._num_speculative_tokens)
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns what `stats` counts as vLLM's `LLM.get_metrics` does.
+
+        Returns:
+            `Counter`, `Gauge` and `Vector` of `paceline.metrics`, such as
+            `Counter("vllm:spec_decode_num_drafts", 12)`.
+
+        Raises:
+            RuntimeError: As for `stats`.
+        """
+        stats = self._dispatcher.call(lambda executor: executor.stats())
+        return metrics(stats, is_speculative=self._num_speculative_tokens is not None)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the KV of requests that have ended, so that no prompt takes it over.
+
+        Returns:
+            Whether it was done; False: nothing has changed, because requests run or wait.
+
+        Raises:
+            RuntimeError: The LLM is closed, was built before `fork` in the parent process, or
+                failed.
+        """
+        # Once it has let others at the models, the engine forgets the KV of their former weights.
+        return self._executor.while_idle(lambda: None) == 0
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Never:
+            raise missing_attribute(self, "LLM", name)
 
     def __repr__(self) -> str:
         speculative = "plain"

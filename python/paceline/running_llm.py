@@ -17,7 +17,7 @@ from paceline.default_params import default_params
 from paceline.dispatcher import Dispatcher
 from paceline.outputs import RequestError, RequestOutput
 from paceline.prompt_values import check_layers, score_prompt
-from paceline.prompts import Prompt, Prompts, encode, encode_chats
+from paceline.prompts import Prompt, Prompts, encode, encode_chats, given_prompts
 from paceline.request import Request
 from paceline.request_factory import RequestFactory
 from paceline.running_engine import RunningEngine
@@ -38,10 +38,11 @@ class RunningLLM(RunningEngine):
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Generates completions of prompts and waits until all are complete.
@@ -62,9 +63,10 @@ class RunningLLM(RunningEngine):
                 `get_default_sampling_params()`.
             use_tqdm: Show a progress bar on standard error. None = if that is a terminal and there
                 is more than one prompt.
+            prompt_token_ids: Instead of prompts: token ids, or a sequence of them.
 
         Returns:
-            One `RequestOutput` per prompt, in the order of the prompts.
+            One `RequestOutput` per prompt, in the order of the prompts; [] for an empty list.
 
         Raises:
             TypeError: An argument does not exist.
@@ -76,7 +78,10 @@ class RunningLLM(RunningEngine):
         check_unknown("LLM.generate", RunningLLM.generate, unknown)
         if use_tqdm is not None:
             check_bool("use_tqdm", use_tqdm)
+        prompts = given_prompts(prompts, prompt_token_ids)
         requests = self._prepare(prompts, sampling_params)
+        if not requests:
+            return []
         num_prompts = sum(request.sample == 0 for request in requests)
         outputs: list[RequestOutput | None] = [None] * num_prompts
         with (
@@ -133,8 +138,8 @@ class RunningLLM(RunningEngine):
                 that have none (`docs/prefix-cache.md`).
 
         Returns:
-            One `RequestOutput` per conversation, in their order. Its `prompt` is the rendered
-            template.
+            One `RequestOutput` per conversation, in their order; [] for an empty list. Its `prompt`
+            is the rendered template.
 
         Raises:
             TypeError: An argument does not exist.
@@ -144,6 +149,8 @@ class RunningLLM(RunningEngine):
             Exception: As for `generate`.
         """
         check_unknown("LLM.chat", RunningLLM.chat, unknown)
+        if isinstance(messages, list | tuple) and not messages:
+            return self.generate([], sampling_params)
         texts = self._chat_templates.render(
             messages,
             chat_template=chat_template,

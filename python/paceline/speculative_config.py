@@ -20,7 +20,10 @@ from paceline.speculative_checks import (
     MODEL_FREE_METHODS,
     check_all,
 )
-from paceline.vllm_arguments import advice_end
+from paceline.vllm_arguments import advice_for
+
+#: The model by which vLLM names prompt lookup, beside the method "ngram".
+VLLM_NGRAM: Final = "[ngram]"
 
 # Keys of SpeculativeConfig that users write under "x".
 _NESTED_KEYS: Final = (
@@ -199,7 +202,8 @@ class SpeculativeConfig:
         """Reads a configuration in any of the forms that users write.
 
         Args:
-            value: A mapping with vLLM's keys, a JSON object with them, or a SpeculativeConfig.
+            value: A mapping with vLLM's keys, a JSON object with them, or a SpeculativeConfig. The
+                model "[ngram]" means the method "ngram", as in vLLM.
 
         Returns:
             The checked configuration.
@@ -219,6 +223,8 @@ class SpeculativeConfig:
             )
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in _NESTED_KEYS]
         _check_keys("speculative_config", value, (*fields, "x"))
+        if value.get("model") == VLLM_NGRAM and value.get("method") in (None, "ngram"):
+            value = {**value, "method": "ngram", "model": None}
         if "num_speculative_tokens" not in value:
             # The method is checked first: if it does not exist, the missing k does not matter.
             if value.get("method") is not None:
@@ -237,6 +243,19 @@ class SpeculativeConfig:
         return cls(**arguments, **nested)
 
 
+def ignored_keys(value: object) -> dict[str, object]:
+    """What a parsed configuration has of vLLM's keys that change nothing, by name."""
+    if isinstance(value, str):
+        value = parse_json("speculative_config", value)
+    if not isinstance(value, Mapping):
+        return {}
+    return {
+        f"speculative_config[{key!r}]": value[key]
+        for key in value
+        if advice_for("speculative_config", key) is not None
+    }
+
+
 def _lacks_k(*, may_name_method: bool = False) -> ValueError:
     methods = " or ".join(map(repr, BLOCK_METHODS))
     otherwise = f", or 'method': {methods}, whose drafters state it" if may_name_method else ""
@@ -247,20 +266,35 @@ def _lacks_k(*, may_name_method: bool = False) -> ValueError:
 
 
 def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
-    for key in mapping:
-        if key in allowed:
-            continue
-        advice = advice_end(where, key)
-        if advice:
-            raise NotImplementedError(
-                f"{where}: key {key!r} is not supported yet; this version has: {quoted(allowed)}"
-                f"{advice}"
-            )
-        hint = ""
-        if key == "tensor_parallel_size":
-            hint = "; the drafter's key 'draft_tensor_parallel_size' is not supported yet either"
-        elif where == "speculative_config" and key in _NESTED_KEYS:
-            hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
-        else:
-            hint = did_you_mean(str(key), allowed)
-        raise ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")
+    """Refuses unknown keys, except for values of vLLM's that change nothing."""
+    refused = {}
+    for key, value in mapping.items():
+        advice = None if key in allowed else advice_for(where, key)
+        if advice is not None and not advice.accepts(value):
+            refused[key] = advice.plain
+        elif advice is None and key not in allowed:
+            raise _unknown_key(where, key, allowed)
+    if len(refused) == 1:
+        [(key, text)] = refused.items()
+        raise NotImplementedError(
+            f"{where}: key {key!r} is not supported yet; this version has: {quoted(allowed)}; "
+            f"{text}"
+        )
+    if refused:
+        listed = "\n".join(
+            f"  {key!r}: {shorten(mapping[key])}: {text}" for key, text in refused.items()
+        )
+        raise NotImplementedError(
+            f"{where}: these keys are not supported yet:\n{listed}\n"
+            f"this version has: {quoted(allowed)}"
+        )
+
+
+def _unknown_key(where: str, key: Any, allowed: tuple[str, ...]) -> ValueError:
+    if key == "tensor_parallel_size":
+        hint = "; the drafter's key is 'draft_tensor_parallel_size', which may be 1"
+    elif where == "speculative_config" and key in _NESTED_KEYS:
+        hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
+    else:
+        hint = did_you_mean(str(key), allowed)
+    return ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")

@@ -44,7 +44,7 @@ def nothing_is_harmed(llm: LLM) -> Any:
 # ---- prompts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", ""], ["a", []], np.zeros(0, np.int64)])
+@pytest.mark.parametrize("prompt", ["", [[]], ["a", ""], ["a", []], np.zeros(0, np.int64)])
 def test_empty_prompt(llm: LLM, prompt: Any) -> None:
     refuses(lambda: llm.generate(prompt, GREEDY), "is empty", "allowed: at least one")
 

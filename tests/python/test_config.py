@@ -186,7 +186,27 @@ def test_tensor_parallel_size_names_the_right_key() -> None:
 
 @pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "parallel_drafting"])
 def test_keys_of_other_engines_are_not_supported_yet(key: str) -> None:
-    refuses(GOOD | {key: 1}, NotImplementedError, repr(key), "'num_speculative_tokens'")
+    refuses(GOOD | {key: 2}, NotImplementedError, repr(key), "'num_speculative_tokens'")
+
+
+def test_keys_of_other_engines_are_refused_together() -> None:
+    keys = {"draft_tensor_parallel_size": 2, "quantization": "fp8", "enforce_eager": False}
+    refuses(
+        GOOD | keys,
+        NotImplementedError,
+        "'draft_tensor_parallel_size': 2: leave it out: a model runs on one GPU",
+        "'quantization': 'fp8': leave it out: the checkpoint's config.json says",
+    )
+    harmless = {"draft_tensor_parallel_size": 1, "quantization": None, "enforce_eager": False}
+    assert SpeculativeConfig.parse(GOOD | harmless) == SpeculativeConfig.parse(GOOD)
+
+
+def test_vllms_model_of_prompt_lookup() -> None:
+    lookup = {"num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    expected = SpeculativeConfig.parse(lookup | {"method": "ngram"})
+    for given in ({"model": "[ngram]"}, {"model": "[ngram]", "method": "ngram"}):
+        assert SpeculativeConfig.parse(lookup | given) == expected
+    refuses(lookup | {"model": "[ngram]", "method": "eagle3"}, ValueError, "'ngram'")
 
 
 METHODS_WITH_LAWS = pytest.mark.parametrize("method", ["standard", "block"])

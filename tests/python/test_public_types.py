@@ -48,16 +48,19 @@ def test_llm_shows_names_defaults_and_types() -> None:
         assert typing.get_type_hints(EngineArguments)[name] == kind
     assert set(EngineArguments.__annotations__) == set(EngineConfig.__dataclass_fields__)
     assert shown["tensor_parallel_size"] == 1 and shown["speculative_config"] is None
-    assert list(defaults(LLM.generate)) == ["sampling_params", "use_tqdm"]
+    expected = ["prompts", "sampling_params", "use_tqdm", "prompt_token_ids"]
+    assert list(defaults(LLM.generate)) == expected
 
 
 def test_async_llm_shows_names_and_defaults() -> None:
     assert list(defaults(AsyncLLM.generate)) == ["sampling_params", "request_id"]
-    with pytest.raises(TypeError, match=r"AsyncLLM has no parameter 'swap_space'.*; leave it out"):
-        AsyncLLM("none", swap_space=4)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"AsyncLLM has no parameter 'quantization'.*; leave it out"
+    ):
+        AsyncLLM("none", quantization="awq")  # type: ignore[arg-type]
     for call in (AsyncLLM.generate, AsyncLLM.chat):
         with pytest.raises(TypeError, match=r"has no parameter 'lora_request'.*; leave it out"):
-            call(None, "a", lora_request=None)  # type: ignore[arg-type, call-overload]
+            call(None, "a", lora_request="b")  # type: ignore[arg-type, call-overload]
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM, SamplingParams, RequestStream, Tokenizer])

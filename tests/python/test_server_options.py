@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 
 from paceline import cli
+from paceline.commands.vllm_flags import refusals, take_flags
 from paceline.console import EXIT_OK, EXIT_USAGE
 from paceline.server.settings import read_options
+from paceline.vllm_arguments import ADVICE, FLAGS
 from running_server import JSON, read_events
 from time_limits import HANG_LIMIT_S
 
@@ -244,17 +246,95 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "advice"),
+    ("flags", "parts"),
     [
-        ("--enforce-eager", "draft_driver"),
-        ("--no-enable-chunked-prefill", "prefill is always chunked"),
-        ("--enable-auto-tool-choice", "tool calls are read in any case"),
-        ("--max-num-sqs=3", "did you mean --max-num-seqs"),
+        (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype fp8: leave it out: the KV has the dtype"]),
+        (["--enable-lora"], ["--enable-lora: leave it out: LoRA"]),
+        (["--download-dir=d"], ["--download-dir d: cache_dir names the folder"]),
+        (["--ssl-keyfile", "k", "a"], ["put a proxy with TLS before it"]),
+        (["--max-num-sqs=3"], ["unrecognized arguments: ", "did you mean --max-num-seqs"]),
+        (
+            ["--quantization", "awq", "--swap-space", "4", "-tp", "2", "--dtype", "half", "--foo"],
+            [
+                "unrecognized arguments: --foo; ",
+                "--quantization awq: leave it out: the checkpoint's config.json",
+                "--tensor-parallel-size 2: leave it out: a model runs on one GPU",
+                "--dtype half: 'auto' loads a checkpoint in float16 as float32",
+            ],
+        ),
     ],
 )
-def test_a_flag_of_vllm_gets_advice(
-    flag: str, advice: str, capsys: pytest.CaptureFixture[str]
+def test_flags_of_vllm_that_would_change_something_are_refused_together(
+    flags: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["serve", "m", flag])
-    assert advice in capsys.readouterr().err
+        cli.main(["serve", "m", *flags])
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert [part for part in parts if part not in error] == []
+
+
+def test_every_flag_of_vllm_has_its_advice() -> None:
+    own = [option for action in serve_parser()._actions for option in action.option_strings]
+    for name, advice in (ADVICE["LLM"] | FLAGS).items():
+        flag = "--" + name.replace("_", "-")
+        if flag in own:
+            assert name in ("data_parallel_size", "num_speculative_tokens")  # of other options
+            continue
+        words = [flag] if advice.is_switch else [flag, "another"]
+        rest, given = take_flags(["m", *words, "--port", "1"], own)
+        assert rest == ["m", "--port", "1"] and list(given) == [name]
+        refused = refusals(given, {})
+        assert list(refused.values()) == ([] if advice.accepts(given[name]) else [advice.plain])
+
+
+def test_flags_of_vllm_that_change_nothing_are_accepted() -> None:
+    words = [
+        *("--trust-remote-code", "--enforce-eager", "--swap-space", "4", "--disable-log-requests"),
+        *("--no-enable-chunked-prefill", "--kv-cache-dtype", "auto", "--pipeline-parallel-size=1"),
+        *(
+            "--quantization",
+            "None",
+            "--limit-mm-per-prompt.image",
+            "0",
+            "--enable-auto-tool-choice",
+        ),
+    ]
+    plain = ["m", "--tensor-parallel-size", "1", "--served-model-name", "a", "--dtype", "auto"]
+    for arguments in ([*plain, *words], [*words, *plain], [*plain[:1], *words, *plain[1:]]):
+        args = cli.build_parser().parse_args(["serve", *arguments])
+        assert (args.model_tag, args.served_model_name) == ("m", ["a"])
+        assert args.vllm_flags == {
+            "trust_remote_code": True, "enforce_eager": True, "swap_space": 4,
+            "disable_log_requests": True, "enable_chunked_prefill": False,
+            "kv_cache_dtype": "auto", "pipeline_parallel_size": 1, "quantization": None,
+            "limit_mm_per_prompt": 0, "enable_auto_tool_choice": True,
+        }  # fmt: skip
+
+
+def test_a_server_lists_the_flags_that_change_nothing() -> None:
+    flags = ("--trust-remote-code", "--swap-space", "4", "--gpu-memory-utilization", "0.9")
+    with serve("--port", "0", "--device", "cpu", *flags) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if "paceline: serving" in line:
+                    break
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == EXIT_OK
+        finally:
+            process.kill()
+    log = "".join(lines)
+    assert (
+        "flags that change nothing (docs/from-vllm.md): --trust-remote-code, --swap-space 4" in log
+    )
+    assert "arguments that change nothing (docs/from-vllm.md): gpu_memory_utilization=0.9" in log
+
+
+def test_a_key_of_vllm_in_the_file_gets_advice(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("quantization: awq\n")
+    with pytest.raises(ValueError, match="unknown key 'quantization'; leave it out: the checkpoi"):
+        read_options(serve_parser(), ["--config", str(path)], {})

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that people know from vLLM: refused where they would have no effect or another one."""
+"""Arguments of vLLM: accepted where they change nothing, otherwise refused in one error."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from errors import raises
-from paceline import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
+from paceline import LLM, AsyncLLM, EngineConfig, SamplingParams, StructuredOutputsParams
+from paceline.checks import shorten
 from paceline.loader import load_checkpoint
+from paceline.sampling_params import RequestOutputKind
 from paceline.startup import executor_options
 from paceline.vllm_arguments import ADVICE
 
@@ -47,15 +50,30 @@ def test_gpu_memory_utilization_where_it_has_no_meaning(target_dir: Path) -> Non
         lambda: LLM(target_dir, gpu_memory_utilization=0.9, kv_cache_bytes=1 << 20),
         "gpu_memory_utilization is 0.9 and kv_cache_bytes is 1048576; allowed: one of them",
     )
-    part = "is 0.5, but device is 'cpu'; allowed: only with 'cuda'; kv_cache_bytes sets"
-    refuses(lambda: LLM(target_dir, gpu_memory_utilization=0.5), part)
     loaded = load_checkpoint(target_dir)
-    refuses(lambda: LLM.from_loaded(loaded, gpu_memory_utilization=0.5), part)
+    with (
+        LLM.from_loaded(loaded) as without,
+        LLM.from_loaded(loaded, gpu_memory_utilization=0.5) as with_it,
+    ):
+        pools = [llm.memory_report()["kv_cache_rule"] for llm in (without, with_it)]
+        assert pools[0] == pools[1]
     config = EngineConfig(gpu_memory_utilization=0.5)  # test_cuda.py has what the engine does
     assert executor_options(config, None)["gpu_memory_utilization"] == 0.5
 
 
-def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -> None:
+class Another:
+    """A value that no argument has."""
+
+    def __repr__(self) -> str:
+        return "another"
+
+
+ANOTHER = Another()
+
+
+def test_each_argument_of_vllm_that_would_change_something_gets_advice(
+    llm: LLM, target_dir: Path
+) -> None:
     calls: dict[str, Callable[..., object]] = {
         "LLM": lambda **given: LLM(target_dir, **given),
         "LLM.chat": lambda **given: llm.chat([{"role": "user", "content": "a"}], **given),
@@ -80,17 +98,117 @@ def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -
     for owner in calls:
         known = ", ".join(list(inspect.signature(functions[owner]).parameters)[-3:-1])
         for given, advice in ADVICE[owner].items():
+            if advice.harmless == "all":
+                continue
             part = f"{owner} has no parameter {given!r} in this version; it has: "
-            call = functools.partial(calls[owner], **{given: False})
-            refuses(call, part, f"{known}; {advice.replace('`', '')}", kind=TypeError)
+            call = functools.partial(calls[owner], **{given: ANOTHER})
+            end = f"{known}; {advice.text.replace('`', '')}"
+            refuses(call, part, end, kind=TypeError)
     for given, advice in ADVICE["speculative_config"].items():
+        if advice.harmless == "all":
+            continue
         part = f"speculative_config: key {given!r} is not supported yet; this version has: "
+        config = {"method": "ngram", given: ANOTHER}
         refuses(
-            functools.partial(LLM, target_dir, speculative_config={"method": "ngram", given: 1}),
+            functools.partial(LLM, target_dir, speculative_config=config),
             part,
-            f"'x'; {advice.replace('`', '')}",
+            f"'x'; {advice.text.replace('`', '')}",
             kind=NotImplementedError,
         )
+
+
+def harmless_values(owner: str) -> dict[str, list[Any]]:
+    """The values of vLLM's arguments that change nothing; for "all" some."""
+    return {
+        name: [ANOTHER, True, False, None] if advice.harmless == "all" else list(advice.harmless)
+        for name, advice in ADVICE[owner].items()
+    }
+
+
+def test_arguments_that_change_nothing_are_accepted_with_one_note(
+    target_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each value of each of them; and the output is that without them."""
+    values = harmless_values("LLM")
+    drafts = harmless_values("speculative_config")
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    lookup: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
+    with LLM(target_dir, speculative_config=lookup) as plain:
+        (expected,) = plain.generate("abcabc", greedy)
+    num_calls = max(map(len, [*values.values(), *drafts.values()]))
+    for i in range(num_calls):
+        given = {name: listed[i % len(listed)] for name, listed in values.items() if listed}
+        keys = {name: listed[i % len(listed)] for name, listed in drafts.items() if listed}
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, "paceline"),
+            LLM(
+                target_dir,
+                speculative_config=lookup | keys,
+                gpu_memory_utilization=0.9,
+                device="cpu",
+                **given,
+            ) as llm,
+        ):
+            (output,) = llm.generate("abcabc", greedy)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        (note,) = [text for text in caplog.messages if "change nothing" in text]
+        listed = [f"{name}={shorten(value)}" for name, value in given.items()]
+        listed += [f"speculative_config[{key!r}]={shorten(keys[key])}" for key in keys]
+        listed.append("gpu_memory_utilization=0.9")
+        assert note == f"arguments that change nothing (docs/from-vllm.md): {', '.join(listed)}"
+
+
+def test_arguments_of_calls_that_change_nothing_are_accepted(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    chat: Any = [{"role": "user", "content": "a"}]
+    template = "{{ messages[0].content }}"
+    for owner, call in (
+        ("LLM.generate", functools.partial(llm.generate, "a", greedy)),
+        ("LLM.chat", functools.partial(llm.chat, chat, greedy, chat_template=template)),
+        ("SamplingParams", SamplingParams),
+        ("StructuredOutputsParams", functools.partial(StructuredOutputsParams, regex="a")),
+    ):
+        for name, values in harmless_values(owner).items():
+            for value in values:
+                assert repr(call(**{name: value})) and call() is not None  # type: ignore[operator]
+    assert SamplingParams(**{"output_kind": RequestOutputKind.CUMULATIVE}) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_arguments_that_would_change_something_are_refused_together(target_dir: Path) -> None:
+    for kind, name in ((LLM, "LLM"), (AsyncLLM, "AsyncLLM")):
+        call: Callable[..., object] = functools.partial(
+            kind,
+            target_dir,
+            quantization="awq",
+            trust_remote_code=True,
+            tensor_parallel_size=2,
+            kv_cache_dtype="fp8",
+            max_num_seq=3,
+            dtype="half",
+        )
+        refuses(
+            call,
+            f"{name} does not take these arguments in this version:\n  quantization='awq': leave ",
+            "\n  kv_cache_dtype='fp8': leave it out: the KV has the dtype",
+            "\n  max_num_seq=3: did you mean max_num_seqs?",
+            "\n  dtype='half': 'auto' loads a checkpoint in float16 as float32",
+            "\n  tensor_parallel_size=2: leave it out: a model runs on one GPU",
+            "\nit has: model, ",
+            kind=TypeError,
+        )
+        call = functools.partial(kind, target_dir, tensor_parallel_size=2, dtype="half")
+        refuses(call, "dtype='half': ", "tensor_parallel_size=2: ", kind=TypeError)
+    beams: Any = {"best_of": 2, "use_beam_search": True}
+    refuses(
+        lambda: SamplingParams(**beams),
+        "best_of=2: n gives the number",
+        "use_beam_search=True: leave it out: there is no beam search",
+        kind=TypeError,
+    )
+
+
+def test_arguments_of_loaded_models_are_those_of_the_engine(target_dir: Path) -> None:
     loaded = load_checkpoint(target_dir)
     part = "EngineConfig has no parameter 'enforce_eager' in this version; it has: device, "
     refuses(

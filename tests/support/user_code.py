@@ -73,6 +73,7 @@ def generate(llm: LLM, params: SamplingParams) -> str:
     llm.generate(mixed)
     llm.generate(TokensPrompt(prompt_token_ids=[1], prompt="a"))
     llm.generate([TextPrompt(prompt="a")])
+    llm.generate(prompt_token_ids=[[1, 2], [3]], sampling_params=params)
     llm.generate(3)  # type: ignore[arg-type]
     llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
     llm.generate("a", lora_request=None)  # type: ignore[arg-type]
@@ -150,6 +151,9 @@ def weights(config: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 
 def facts(llm: LLM) -> None:
+    assert_type(llm.reset_prefix_cache(), bool)
+    print([metric.name for metric in llm.get_metrics()])
+    llm.beam_search  # type: ignore[attr-defined]  # noqa: B018
     tokenizer: Tokenizer = llm.get_tokenizer()
     assert_type(tokenizer.encode("a", add_special_tokens=False), list[int])
     assert_type(tokenizer.decode([1]), str)

@@ -21,6 +21,7 @@ from paceline.commands.options import (
     download_arguments,
     engine_arguments,
 )
+from paceline.commands.vllm_flags import words_of
 from paceline.console import EXIT_OK, integer, number
 from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from paceline.async_llm import AsyncLLM
     from paceline.server.service import Service
+
+_logger = logging.getLogger("paceline")
 
 _PARSERS: Final = ("auto", "none", "hermes", "llama3_json", "gemma4", "openai")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -216,6 +219,12 @@ def _add_engine_options(group: Any) -> None:
         f"cores, 1 to {_MAX_REPLICAS}; the options of the engine hold for each "
         "(default: 1, in the server's process)",
     )
+    group.add_argument(
+        "--tokenizer",
+        metavar="DIR_OR_ID",
+        help="another folder or model of the hub whose tokenizer is used, with the same token ids "
+        "(default: none, the model's own)",
+    )
     for flag, kind, default, metavar, text in (
         (
             "--max-num-seqs",
@@ -313,6 +322,10 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
         raise_file_limit,
     )
 
+    flags: dict[str, Any] = getattr(args, "vllm_flags", {})
+    if flags:
+        _logger.info("flags that change nothing (docs/from-vllm.md): %s", words_of(flags))
+
     args.max_connections = max_connections(args.max_connections, raise_file_limit())
     with open_socket(args.host, args.port) as opened:
         if not args.api_key and not is_loopback(opened):
@@ -348,6 +361,7 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": model,
         "speculative_config": speculative_config,
+        "tokenizer": args.tokenizer,
         "show_progress": not args.quiet,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.checks import check_path, did_you_mean, shorten
+from paceline.vllm_arguments import flag_advice
 
 _PREFIX: Final = "PACELINE_"
 _SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
@@ -101,7 +102,8 @@ def _convert_all(
         dest = str(key).replace("-", "_")
         if dest not in actions or dest == "config":
             names = [name.replace("_", "-") for name in actions if name != "config"]
-            hint = did_you_mean(str(key), names)
+            advice = flag_advice(dest)
+            hint = did_you_mean(str(key), names) if advice is None else f"; {advice.plain}"
             raise ValueError(
                 f"{source}: unknown key {shorten(key)}{hint}; allowed: {', '.join(names)}"
             )
