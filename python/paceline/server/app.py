@@ -41,6 +41,7 @@ from paceline.server.live_page import page
 from paceline.server.message_fields import MESSAGE_FIELDS, read_message
 from paceline.server.messages import MessageRun
 from paceline.server.metrics import CONTENT_TYPE
+from paceline.server.openapi import docs_page, document
 from paceline.server.response_fields import RESPONSE_FIELDS, read_response
 from paceline.server.responses import ResponseRun
 from paceline.server.service import Service
@@ -126,6 +127,13 @@ def _adder(app: FastAPI) -> Callable[[str, str], Callable[[Endpoint], Endpoint]]
     return route
 
 
+def _constant(response: Response) -> Endpoint:
+    async def answer(_: Request) -> Response:
+        return response
+
+    return answer
+
+
 def _add_facts(app: FastAPI, service: Service) -> None:
     llm = service.allm.llm
     route = _adder(app)
@@ -170,11 +178,9 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         read = service.stats
         return JsonResponse(read() if service.replicas is None else await service.in_worker(read))
 
-    html, headers = page()
-
-    @route("GET", "/")
-    async def live_page(_: Request) -> Response:
-        return Response(html, headers=headers)
+    for path, (html, headers) in {"/": page(), "/docs": docs_page()}.items():
+        route("GET", path)(_constant(Response(html, headers=headers)))
+    route("GET", "/openapi.json")(_constant(JsonResponse(document())))
 
     @route("GET", "/version")
     async def version(_: Request) -> Response:

@@ -22,8 +22,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Of the path and all headers.
 MAX_HEADER_BYTES: Final = 16 * 2**10
-# Need no key: supervisors poll the first two, and the page asks for the key itself.
-_OPEN_PATHS: Final = ("/health", "/ping", "/")
+# Need no key: supervisors poll the first two, the page asks for the key itself, and the others say
+# nothing of this server.
+_OPEN_PATHS: Final = ("/health", "/ping", "/", "/docs", "/openapi.json")
 #: The key of a request's API key in its ASGI scope; without a key on the server there is none.
 API_KEY: Final = "paceline.api_key"
 GENERATING_PATHS: Final = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from importlib import resources
 from typing import Final
 
@@ -21,17 +22,30 @@ def page() -> tuple[bytes, dict[str, str]]:
     style = _read("page.css")
     script = "\n".join(map(_read, _SCRIPTS))
     html = _read("page.html").replace("/* style */", style).replace("/* script */", script)
-    policy = {
-        "default-src": "'none'",
+    allowed = {
         "script-src": _hash(script),
-        "style-src": _hash(style),
         "connect-src": "'self'",
         "img-src": "data:",  # the icon
+    }
+    return html.encode(), policy_headers(style, allowed)
+
+
+def policy_headers(style: str, allowed: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Makes the headers of a page.
+
+    Args:
+        style: Its style.
+        allowed: What its policy allows beside the style; None = nothing.
+    """
+    policy = {
+        "default-src": "'none'",
+        "style-src": _hash(style),
+        **(allowed or {}),
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
-    return html.encode(), {
+    return {
         "content-type": "text/html; charset=utf-8",
         "content-security-policy": "; ".join(" ".join(rule) for rule in policy.items()),
         "cache-control": "no-cache",

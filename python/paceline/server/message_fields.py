@@ -31,7 +31,7 @@ from paceline.structured_outputs import StructuredOutputsParams
 
 # The others have other names, or no meaning for a message.
 _SAMPLING: Final = tuple(name for name in SAMPLING if name not in ("n", "max_tokens", "stop"))
-_CONVERSATION: Final = (
+COUNT_FIELDS: Final = (
     "model",
     "messages",
     "system",
@@ -42,7 +42,7 @@ _CONVERSATION: Final = (
     "chat_template_kwargs",
 )
 MESSAGE_FIELDS: Final = (
-    *_CONVERSATION,
+    *COUNT_FIELDS,
     *_SAMPLING,
     "max_tokens",
     "stop_sequences",
@@ -71,7 +71,7 @@ _REFUSED: Final = REFUSED | {
 _REFUSED_IN_COUNTS: Final = _REFUSED | {
     name: ("it says nothing of the prompt; leave it out", ())
     for name in MESSAGE_FIELDS
-    if name not in _CONVERSATION
+    if name not in COUNT_FIELDS
 }
 _TIERS: Final = ("auto", "standard_only")
 
@@ -142,7 +142,7 @@ def read_counted(
     """
     fields = Fields(given)
     prompt = _take_prompt(fields, check_model, text_format, thinking)
-    fields.finish(_CONVERSATION, _REFUSED_IN_COUNTS)
+    fields.finish(COUNT_FIELDS, _REFUSED_IN_COUNTS)
     return prompt.messages, prompt.arguments
 
 

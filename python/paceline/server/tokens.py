@@ -18,7 +18,7 @@ from paceline.token_bound import min_num_tokens
 if TYPE_CHECKING:
     from paceline.server.service import Service
 
-_ALLOWED: Final = (
+TOKENIZE_FIELDS: Final = (
     "model",
     "prompt",
     "messages",
@@ -29,6 +29,7 @@ _ALLOWED: Final = (
     "chat_template_kwargs",
     "tools",
 )
+DETOKENIZE_FIELDS: Final = ("model", "tokens")
 _REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "chat_template": ("the server's --chat-template or the checkpoint's own is used", ()),
 }
@@ -80,7 +81,7 @@ def read_tokenize(service: Service, given: dict[str, Any]) -> Conversion:
                     "with them",
                     other,
                 )
-    fields.finish(_ALLOWED, _REFUSED)
+    fields.finish(TOKENIZE_FIELDS, _REFUSED)
 
     def convert() -> dict[str, Any]:
         text = prompt
@@ -143,7 +144,7 @@ def read_detokenize(service: Service, given: dict[str, Any]) -> Conversion:
     service.check_model(fields.take_text("model"))
     tokenizer = service.allm.llm.get_tokenizer()
     ids = fields.take("tokens")
-    fields.finish(("model", "tokens"), {})
+    fields.finish(DETOKENIZE_FIELDS, {})
     if not isinstance(ids, list):
         raise refusal(f"tokens is {shorten(ids)}; allowed: a list of token ids", "tokens")
     most = service.allm.llm.max_model_len

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/openapi.json, which describes the routes and their bodies, and /docs, which shows it.
+
+FastAPI would describe routes that it parses itself, and its page loads scripts from other hosts.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection, Mapping
+from typing import Any, Final, NamedTuple
+
+import paceline
+from paceline.server import tokens
+from paceline.server.field_schemas import (
+    CHAT_SCHEMAS,
+    COMPLETION_SCHEMAS,
+    DETOKENIZE_SCHEMAS,
+    MESSAGE_SCHEMAS,
+    RESPONSE_SCHEMAS,
+    TOKENIZE_SCHEMAS,
+    Schema,
+)
+from paceline.server.fields import CHAT_FIELDS, COMPLETION_FIELDS
+from paceline.server.live_page import policy_headers
+from paceline.server.message_fields import COUNT_FIELDS, MESSAGE_FIELDS
+from paceline.server.response_fields import RESPONSE_FIELDS
+
+# They take values of what is refused that are the same as leaving the field out.
+_OTHERS: Final = (
+    "Other fields are refused, except some of OpenAI's and vLLM's with the value that is their "
+    "default."
+)
+
+
+class _Body(NamedTuple):
+    """The body of a route."""
+
+    name: str
+    fields: Collection[str]
+    schemas: Mapping[str, Schema]
+    required: tuple[str, ...] = ()
+    streams: bool = True
+
+
+_BODIES: Final[dict[str, tuple[str, _Body]]] = {
+    "/v1/completions": (
+        "Continues one prompt or several.",
+        _Body("Completion", COMPLETION_FIELDS, COMPLETION_SCHEMAS, ("prompt",)),
+    ),
+    "/v1/chat/completions": (
+        "Writes the next message of a conversation.",
+        _Body("Chat", CHAT_FIELDS, CHAT_SCHEMAS, ("messages",)),
+    ),
+    "/v1/responses": (
+        "The same as a list of items, in the form of OpenAI's newer API.",
+        _Body("Response", RESPONSE_FIELDS, RESPONSE_SCHEMAS, ("input",)),
+    ),
+    "/v1/messages": (
+        "The same in the form of Anthropic's API.",
+        _Body("Message", MESSAGE_FIELDS, MESSAGE_SCHEMAS, ("messages", "max_tokens")),
+    ),
+    "/v1/messages/count_tokens": (
+        "Counts the tokens of a prompt of /v1/messages.",
+        _Body("MessageCount", COUNT_FIELDS, MESSAGE_SCHEMAS, ("messages",), streams=False),
+    ),
+    "/tokenize": (
+        "Converts a prompt, or messages, to token ids.",
+        _Body("Tokenize", tokens.TOKENIZE_FIELDS, TOKENIZE_SCHEMAS, streams=False),
+    ),
+    "/detokenize": (
+        "Converts token ids to text.",
+        _Body("Detokenize", tokens.DETOKENIZE_FIELDS, DETOKENIZE_SCHEMAS, ("tokens",), False),
+    ),
+}
+_FACTS: Final[dict[str, tuple[str, str]]] = {
+    "/": ("A page that shows where each token of an output came from.", "text/html"),
+    "/docs": ("This description as a page.", "text/html"),
+    "/openapi.json": ("This description.", "application/json"),
+    "/v1/models": ("The names of the model.", "application/json"),
+    "/v1/models/{name}": ("One of them.", "application/json"),
+    "/v1/capabilities": ("What this version and this server support.", "application/json"),
+    "/v1/stats": ("The figures of the engine.", "application/json"),
+    "/health": ("200 while requests can run.", "application/json"),
+    "/ping": ("Another name of /health.", "application/json"),
+    "/metrics": ("Figures for Prometheus.", "text/plain"),
+    "/version": ("The version.", "application/json"),
+}
+_OPEN: Final = ("/", "/docs", "/openapi.json", "/health", "/ping")
+
+
+def document() -> dict[str, Any]:
+    """Returns the description of all routes, in OpenAPI 3.1."""
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {"Error": _ERROR, "MessageError": _MESSAGE_ERROR}
+    for path, (text, body) in _BODIES.items():
+        schemas[body.name] = _schema(body)
+        error = "MessageError" if path.startswith("/v1/messages") else "Error"
+        content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+        if body.streams:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        paths[path] = {
+            "post": {
+                "operationId": f"post{body.name}",
+                "summary": text,
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": _reference(body.name)}},
+                },
+                "responses": {
+                    "200": {"description": "The result.", "content": content},
+                    "default": {
+                        "description": "An error.",
+                        "content": {"application/json": {"schema": _reference(error)}},
+                    },
+                },
+            }
+        }
+    for path, (text, kind) in _FACTS.items():
+        fact: dict[str, Any] = {
+            "operationId": "get" + "".join(filter(str.isalnum, path.title())),
+            "summary": text,
+            "responses": {
+                "200": {"description": text, "content": {kind: {}}},
+                "default": {
+                    "description": "An error.",
+                    "content": {"application/json": {"schema": _reference("Error")}},
+                },
+            },
+        }
+        if "{name}" in path:
+            fact["parameters"] = [
+                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+        if path in _OPEN:
+            fact["security"] = []
+        paths[path] = {"get": fact}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Paceline", "version": paceline.__version__, "description": _OTHERS},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"header": []}],  # the first without --api-key
+    }
+
+
+def _schema(body: _Body) -> Schema:
+    """The schema of a body: a field that is null counts as absent."""
+    properties = {}
+    for name in sorted(body.fields):
+        schema = body.schemas[name]
+        if name not in body.required:
+            text = schema.get("description", "")
+            bare = {key: value for key, value in schema.items() if key != "description"}
+            schema = {"anyOf": [bare, {"type": "null"}], "description": text}
+        properties[name] = schema
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(body.required),
+        "additionalProperties": False,
+    }
+
+
+def _reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _of_strings(*names: str) -> Schema:
+    properties = {name: {"type": ["string", "null"]} for name in names}
+    return {"type": "object", "properties": properties, "required": list(names)}
+
+
+_ERROR: Final[Schema] = {
+    "type": "object",
+    "properties": {"error": _of_strings("message", "type", "param", "code")},
+    "required": ["error"],
+}
+_MESSAGE_ERROR: Final[Schema] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": _of_strings("message", "type"),
+        "request_id": {"type": "string"},
+    },
+    "required": ["type", "error", "request_id"],
+}
+
+# ---- the page ------------------------------------------------------------------------------------
+
+_STYLE: Final = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+summary { cursor: pointer; padding: 0.4rem 0; }
+code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; }
+table { border-collapse: collapse; width: 100%; margin: 0.5rem 0 1.5rem; }
+th, td { text-align: left; vertical-align: top; padding: 0.25rem 0.75rem 0.25rem 0; }
+td { border-top: 1px solid color-mix(in srgb, currentColor 20%, transparent); }
+"""
+
+
+def docs_page() -> tuple[bytes, dict[str, str]]:
+    """Makes the page at /docs of the document: without a script, and from this host alone.
+
+    Returns:
+        The page, and its headers.
+    """
+    described = document()
+    rows = []
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            title = f"<code>{method.upper()} {html.escape(path)}</code> {_escaped(operation)}"
+            body = operation.get("requestBody")
+            if body is None:
+                rows.append(f"<p>{title}</p>")
+                continue
+            name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            table = _table(described["components"]["schemas"][name])
+            rows.append(f"<details><summary>{title}</summary>{table}</details>")
+    text = "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>Paceline: routes</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            "<h1>Routes</h1>",
+            f"<p>{html.escape(described['info']['description'])} For programs: "
+            '<a href="openapi.json">openapi.json</a>.</p>',
+            *rows,
+            "</body>\n</html>\n",
+        )
+    )
+    return text.encode(), policy_headers(_STYLE)
+
+
+def _escaped(operation: Mapping[str, Any]) -> str:
+    return html.escape(operation["summary"])
+
+
+def _table(schema: Schema) -> str:
+    rows = "".join(
+        f"<tr><td><code>{html.escape(name)}</code></td><td>{_kind(one)}"
+        f"{', required' if name in schema['required'] else ''}</td>"
+        f"<td>{html.escape(one.get('description', ''))}</td></tr>\n"
+        for name, one in schema["properties"].items()
+    )
+    head = "<tr><th>field</th><th>value</th><th>meaning</th></tr>"
+    return f"<table>\n<thead>{head}</thead>\n<tbody>\n{rows}</tbody>\n</table>"
+
+
+def _kind(schema: Schema) -> str:
+    """What a value may be, in words."""
+    if "anyOf" in schema:
+        kinds = [_kind(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema:
+        return ", ".join(html.escape(str(value)) for value in schema["enum"])
+    if "const" in schema:
+        return html.escape(str(schema["const"]))
+    kind = str(schema["type"])
+    if kind == "array":
+        return f"list of {_kind(schema['items'])}"
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    if least is None:
+        return kind
+    above = "above " if "exclusiveMinimum" in schema else ""
+    most = schema.get("maximum")
+    return f"{kind}, {above}{least:g}" + ("" if most is None else f" to {most:.20g}")
