@@ -124,7 +124,7 @@ def test_an_answer_that_nobody_reads_is_given_up(
     with RunningServer(plain_llm, read_timeout_s=0.5) as server, server.connect() as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200)
         with pytest.raises(ConnectionResetError):
-            for _ in range(HANG_LIMIT_S * 10):
+            for _ in range(int(HANG_LIMIT_S * 10)):
                 connection.sendall(b" ")
                 time.sleep(0.1)
 
