@@ -47,7 +47,7 @@ BUILD := build/make
 WHEEL := build/wheel/.built
 BUILD_PACKAGES := scikit-build-core pybind11 cmake ninja
 PIP_WHEEL := $(BUILD_VENV)/bin/python -m pip wheel --verbose --progress-bar off --no-deps --no-build-isolation \
-  -Cbuild-dir=$(BUILD) -Ccmake.define.PACELINE_WERROR=$(if $(CI),ON,OFF) --wheel-dir build/wheel .
+  --config-settings=build-dir=$(BUILD) --config-settings=cmake.define.PACELINE_WERROR=$(if $(CI),ON,OFF) --wheel-dir build/wheel .
 
 # A wheel is made only when a source of it is newer, or when it was made in another way.
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cuda cpp python third_party -type f \
