@@ -18,7 +18,6 @@ collect_ignore = [] if importlib.util.find_spec("ray") else ["ray_serve"]
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
 
 
-
 def pytest_configure() -> None:
     """Gives each process of pytest-xdist cores of its own.
 

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from paceline.bench import cli as bench
-from paceline.checks import MODEL, check_path, check_revision, did_you_mean, shorten
+from paceline.checks import MODEL, check_choice, check_path, check_revision, did_you_mean, shorten
 from paceline.commands import chat, generate, serve
+from paceline.commands.flag_names import with_flags
 from paceline.commands.options import add_hub_options, add_quiet_option, download_arguments
 from paceline.commands.vllm_flags import refusals, take_flags
 from paceline.console import (
@@ -85,6 +86,8 @@ class _Parser(argparse.ArgumentParser):
             self.error(problem, cures)
         if flags:
             known.vllm_flags = flags
+        if "parser" not in known:  # the innermost parser is that of the command
+            known.parser = self
         return known, unknown
 
     def error(self, message: str, cures: Sequence[str] = ()) -> NoReturn:
@@ -126,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     started = time.monotonic()
     open_standard_streams()
+    args = None
     try:
         try:
             args = build_parser().parse_args(argv)
@@ -152,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         code = exit_code_of(error)
         settle_output()
-        tell(f"paceline: error: {_message_of(error)}")
+        message = _message_of(error)
+        tell(f"paceline: error: {message if args is None else with_flags(message, args)}")
         return code
 
 
@@ -252,6 +257,7 @@ def _run_convert(args: argparse.Namespace) -> int:
     from paceline.hub import find_folder
     from paceline.loader.block_kinds import block_subfolders
     from paceline.loader.convert import check_options, convert
+    from paceline.speculative_checks import METHODS
 
     if not args.quiet:
         check_output()
@@ -262,6 +268,8 @@ def _run_convert(args: argparse.Namespace) -> int:
         check_path("--draft", args.draft, MODEL)
     elif args.draft_revision is not None:
         raise ValueError("--draft-revision needs --draft with a model of the hub")
+    if args.method is not None:
+        check_choice("--method", args.method, METHODS)
     check_options(args.out, args.num_speculative_tokens, args.dtype)
     download = download_arguments(args)
     check_revision("--draft-revision", args.draft_revision)

@@ -365,7 +365,7 @@ def test_a_failed_engine_ends_the_command(
         (["--sampling", "{}", "--temperature", "1"], "name the temperature in --sampling"),
         (["--concurrency", "a"], "concurrency is 'a'"),
         (["--rounds", "0"], "rounds is 0"),
-        (["--input-len", "0"], "input_len is '0'"),
+        (["--input-len", "0"], "--input-len is '0'"),
         (["--device", "gpu"], "device is 'gpu'"),
         (["--drivers", "unrolled,magic"], "drivers is 'unrolled,magic'"),
         (["--config", "nonesuch"], "model is 'nonesuch'"),
@@ -375,7 +375,7 @@ def test_a_failed_engine_ends_the_command(
         (["--speculative-config", '{"model": "a"}'], "num_speculative_tokens"),
         (
             ["--draft-config", "gemma3-10m", "--speculative-config", NAMED],
-            "--draft-config is 'gemma3-10m', but speculative_config['model'] is 'a'",
+            "--draft-config is 'gemma3-10m', but --speculative-config['model'] is 'a'",
         ),
         (
             ["--draft-config", "gemma3-10m", "--speculative-config", LOOKED_UP],
@@ -387,10 +387,13 @@ def test_a_failed_engine_ends_the_command(
         ),
         (
             ["--drivers", "replay", "--speculative-config", STOPPING],
-            "drivers is 'replay': speculative_config['x']['draft_stop_threshold'] is 0.9",
+            "--drivers is 'replay': --speculative-config['x']['draft_stop_threshold'] is 0.9",
         ),
         (["--drivers", "while,unrolled", "--speculative-config", STOPPING], "is 'unrolled'"),
-        (["--sampling", '{"min_tokens": 17}'], "output_len = 16: min_tokens is 17; allowed: 0 to"),
+        (
+            ["--sampling", '{"min_tokens": 17}'],
+            "--output-len = 16: min_tokens is 17; allowed: 0 to",
+        ),
         (["--output-len", "8", "--sampling", '{"min_tokens": 10}'], "max_tokens = 8"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--json", "no/such/bench.json"], "--json is 'no/such/bench.json'"),

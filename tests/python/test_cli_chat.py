@@ -98,7 +98,7 @@ def test_a_conversation_that_is_too_long(
     assert cli.main(["chat", *model, "-q", "--max-model-len", "16"]) == EXIT_USAGE
     error = capsys.readouterr().err
     assert error.startswith("paceline: error: the prompt of messages has ")
-    assert "tokens; allowed: at most 15 (max_model_len is 16" in error
+    assert "tokens; allowed: at most 15 (--max-model-len is 16" in error
 
 
 def test_options_win_over_the_checkpoint(
@@ -130,10 +130,10 @@ def test_options_win_over_the_checkpoint(
 @pytest.mark.parametrize(
     ("argv", "content", "message"),
     [
-        (["--max-tokens", "0"], b"", "max_tokens is 0"),
+        (["--max-tokens", "0"], b"", "--max-tokens is 0"),
         (["--system", "\udcff"], b"", "--system has"),
         (["--revision", "main"], b"", "--revision needs --model"),
-        (["--chat-template", "no/such.jinja"], b"x", "chat_template is 'no/such.jinja'"),
+        (["--chat-template", "no/such.jinja"], b"x", "--chat-template is 'no/such.jinja'"),
         ([], b"x\xff\n", "line 1 of standard input is not UTF-8"),
         (["--max-model-len", "9", "--max-tokens", "1"], b"a long message\n" * 9, "allowed: at mos"),
     ],

@@ -156,7 +156,7 @@ def test_a_full_disk_under_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--concurrency", "1", "--input-len", "4", "--output-len", "4", "--rounds", "1"]
     assert cli.main(["bench", "latency", "--demo", *sizes, "--json", str(FULL)]) == cli.EXIT_MODEL
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "paceline: error: /dev/full: No space left on device"
+    assert last == "paceline: error: --json /dev/full: No space left on device"
 
 
 # ---- signals and exit codes --------------------------------------------------------------------
@@ -234,7 +234,7 @@ LONG = "x" * 300
         (["generate", ""], ["prompt is empty"]),
         (["generate", "a\udcff"], ["prompt has '\\udcff' at character 1", "UTF-8"]),
         (["generate", "a", "--stop", "\udcff"], ["stop[0] has '\\udcff'", "UTF-8"]),
-        (["generate", "a", "--bad-words", "\udcff"], ["bad_words[0] has '\\udcff'", "UTF-8"]),
+        (["generate", "a", "--bad-words", "\udcff"], ["--bad-words[0] has '\\udcff'", "UTF-8"]),
         (["generate", "a", "--model", "\udcff"], ["model has '\\udcff'", "UTF-8"]),
         (["generate", "a", "--model", ""], ["model is ''", "the folder of a checkpoint"]),
         (["generate", "a", "--model", LONG], ["model is 'xxx", "255"]),
@@ -246,18 +246,18 @@ LONG = "x" * 300
         (["generate", "a", "--logit-bias", f'{{"{DIGITS}": 1}}'], ["--logit-bias", "token ids"]),
         (
             ["generate", "a", "--model", "x", "--speculative-config", DEEP],
-            ["speculative_config is not", "nested too deeply"],
+            ["--speculative-config is not", "nested too deeply"],
         ),
         (
             ["generate", "a", "--model", "x", "--speculative-config", f'{{"k": {DIGITS}}}'],
-            ["speculative_config is not", "digits"],
+            ["--speculative-config is not", "digits"],
         ),
         (["convert", LONG, "out"], ["model is 'xxx", "255"]),
         (["convert", "a", LONG], ["out is 'xxx", "255"]),
         (["convert", "a", "b", "--draft", LONG], ["--draft is 'xxx", "255"]),
         (["bench", "latency", "--sampling", DEEP], ["sampling is not", "nested too deeply"]),
         (["bench", "latency", "--sampling", f"[{DIGITS}]"], ["sampling is not", "digits"]),
-        (["bench", "latency", "--speculative-config", DEEP], ["speculative_config", "deeply"]),
+        (["bench", "latency", "--speculative-config", DEEP], ["--speculative-config", "deeply"]),
         (["bench", "latency", "--concurrency", DIGITS], ["concurrency is '999"]),
         (["bench", "latency", "--drivers", LONG], ["drivers is 'xxx"]),
         (["bench", "latency", "--model", LONG], ["--model is 'xxx", "255"]),

@@ -18,7 +18,6 @@ NUM_SAMPLES = 64
 LONGEST = dataclasses.replace(LONG, ignore_eos=True, n=NUM_SAMPLES)  # takes seconds
 
 
-
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine in an event loop of its own."""
     return asyncio.run(asyncio.wait_for(coroutine, HANG_LIMIT_S))

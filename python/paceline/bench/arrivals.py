@@ -25,6 +25,7 @@ from paceline.bench.serving import draft_metrics, serving_metrics
 from paceline.bench.tables import gpu_cells, table
 from paceline.bench.workload import Speculation, Workload
 from paceline.checks import check_int, shorten
+from paceline.limits import MAX_INT
 
 #: Requests of a run.
 DEFAULT_NUM_PROMPTS: Final = 100
@@ -107,7 +108,7 @@ def parse_arrivals(args: argparse.Namespace, num_samplings: int) -> Arrivals | N
                 "shares of the capacity, for example 2,10,60%"
             )
         rates.append((rate, is_share))
-    return Arrivals(list(dict.fromkeys(rates)), check_int("num_prompts", num_prompts, 1))
+    return Arrivals(list(dict.fromkeys(rates)), check_int("num_prompts", num_prompts, 1, MAX_INT))
 
 
 def measure_arrivals(

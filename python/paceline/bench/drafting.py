@@ -57,13 +57,7 @@ def speculations(
         return None, []
     configs = [config]
     if lengths is not None:
-        try:
-            configs = [dataclasses.replace(config, num_speculative_tokens=k) for k in lengths]
-        except ValueError as error:  # an imposed acceptance length needs enough drafts
-            raise ValueError(
-                f"num_speculative_tokens is {shorten(args.num_speculative_tokens)}: {error}; "
-                "--acceptance-lengths reports tokens per second at other lengths"
-            ) from None
+        configs = _with_lengths(config, lengths)
     if args.drivers is not None:
         drivers = _parse_drivers(args.drivers)
         try:
@@ -81,6 +75,29 @@ def speculations(
         longest = max(configs, key=lambda config: config.k)
         configs.append(dataclasses.replace(longest, adaptive=True))
     return config, [speculation_of(config) for config in configs]
+
+
+def _with_lengths(config: SpeculativeConfig, lengths: list[int]) -> list[SpeculativeConfig]:
+    """A configuration for each k.
+
+    Raises:
+        ValueError: Some k have fewer tokens than an imposed acceptance length. The message has all.
+    """
+    configs, refused = [], {}
+    for k in lengths:
+        try:
+            configs.append(dataclasses.replace(config, num_speculative_tokens=k))
+        except ValueError as error:
+            refused[k] = error
+    if refused:
+        listed, (reason, *_) = ",".join(map(str, refused)), refused.values()
+        rest = ",".join(str(k) for k in lengths if k not in refused)
+        raise ValueError(
+            f"--num-speculative-tokens has {listed}, which --speculative-config excludes: "
+            f"{reason}; use --num-speculative-tokens {rest} (--acceptance-lengths reports tokens per "
+            "second at other lengths)"
+        )
+    return configs
 
 
 def _parse_speculative_config(

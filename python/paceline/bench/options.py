@@ -22,6 +22,7 @@ from paceline.commands.options import (
 )
 from paceline.console import integer, number
 from paceline.limits import (
+    MAX_INT,
     MAX_NUM_SEQS,
     MAX_NUM_THREADS,
     MAX_SPECULATIVE_TOKENS,
@@ -258,7 +259,8 @@ def parse_latency_options(args: argparse.Namespace) -> LatencyOptions:
     concurrency = parse_concurrency(args.concurrency)
     input_lens = parse_input_lens(args.input_len)
     for option in ("output_len", "rounds"):
-        check_int(option, getattr(args, option), 1)
+        check_int(option, getattr(args, option), 1, MAX_INT)
+    check_int("num_threads", args.num_threads, 0, MAX_NUM_THREADS)
     lengths = parse_lengths(args.acceptance_lengths)
     samplings = parse_samplings(args)
     arrivals = parse_arrivals(args, len(samplings))
@@ -311,7 +313,9 @@ def parse_samplings(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     samplings: list[dict[str, Any]]
     if args.sampling is None:
-        samplings = [{"temperature": 0.0 if args.temperature is None else args.temperature}]
+        temperature = 0.0 if args.temperature is None else args.temperature
+        SamplingParams(temperature=temperature)  # checks the option by its name
+        samplings = [{"temperature": temperature}]
     elif args.temperature is not None:
         raise ValueError(
             f"temperature is {args.temperature} and sampling is given too; "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_text, shorten
 from paceline.commands.colors import TokenColors, wants_color
+from paceline.commands.flag_names import with_flags
 from paceline.commands.options import (
     add_chat_options,
     add_color_option,
@@ -100,7 +101,8 @@ def _converse(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> Non
                 if not is_interactive:
                     raise
                 # The conversation has become too long, or the template refuses the message.
-                tell(f"paceline: error: {error}; {_NEW} begins a new conversation")
+                message = with_flags(str(error), args)
+                tell(f"paceline: error: {message}; {_NEW} begins a new conversation")
                 answer = ""
             if answer:
                 messages.append({"role": "assistant", "content": answer})

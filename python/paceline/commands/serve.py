@@ -389,7 +389,7 @@ def check_options(args: argparse.Namespace) -> None:
             f"the model is {shorten(args.model_tag)} and --model is {shorten(args.model)}; "
             "allowed: one of them"
         )
-    args.model = args.model or args.model_tag
+    args.model = args.model_tag if args.model is None else args.model
     check_int("--port", args.port, 0, 65535)
     check_int("--replicas", args.replicas, 1, _MAX_REPLICAS)
     check_int("--max-num-seqs", args.max_num_seqs, 1, MAX_NUM_SEQS)
@@ -415,7 +415,8 @@ def check_options(args: argparse.Namespace) -> None:
 
         check_endpoint(args.otlp_traces_endpoint)
     for name in args.served_model_name or ():
-        check_text("--served-model-name", name)
+        if check_text("--served-model-name", name) == "":
+            raise ValueError("--served-model-name is ''; allowed: names that are not empty")
 
 
 def check_salts(args: argparse.Namespace) -> None:

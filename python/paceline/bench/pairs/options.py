@@ -21,7 +21,7 @@ from paceline.checks import check_choice, check_int, check_path, shorten
 from paceline.commands.options import add_device_option, add_quiet_option
 from paceline.commands.prompt_input import Input, read_prompts
 from paceline.console import integer
-from paceline.limits import MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
+from paceline.limits import MAX_INT, MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
 from paceline.speculative_checks import METHODS, MODEL_FREE_METHODS, REJECTION_SAMPLE_METHODS
 from paceline.speculative_config import SpeculativeConfig
@@ -183,9 +183,11 @@ def parse_options(args: argparse.Namespace) -> PairsOptions:
         OSError: The file with prompts cannot be read.
     """
     for option in ("input_len", "output_len"):
-        check_int(option, getattr(args, option), 1)
+        check_int(option, getattr(args, option), 1, MAX_INT)
     check_int("num_threads", args.num_threads, 0, MAX_NUM_THREADS)
     concurrency = parse_concurrency(args.concurrency)
+    if args.num_prompts is not None:
+        check_int("num_prompts", args.num_prompts, 1, MAX_INT)
     if args.num_prompts is not None and args.num_prompts < max(concurrency):
         raise ValueError(
             f"num_prompts is {args.num_prompts}, but concurrency is {shorten(args.concurrency)}; "

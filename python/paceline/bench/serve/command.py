@@ -35,6 +35,7 @@ from paceline.bench.serve.load import Load, run_load
 from paceline.bench.serve.plot import draw
 from paceline.checks import check_finite, check_int, check_path, parse_json, shorten
 from paceline.console import EXIT_FAILURE, EXIT_OK, check_output, emit, progress_bar, tell
+from paceline.limits import MAX_INT, MAX_SEED, MAX_TEMPERATURE
 
 if TYPE_CHECKING:
     import aiohttp
@@ -57,10 +58,15 @@ def run_serve(args: argparse.Namespace) -> int:
     if not args.base_url.startswith(("http://", "https://")):
         raise ValueError(f"--base-url is {shorten(args.base_url)}; allowed: http://... or https://")
     for name, least in (
-        ("num_prompts", 1), ("input_len", 1), ("prefix_len", 0), ("num_prefixes", 1), ("seed", 0),
+        ("num_prompts", 1), ("input_len", 1), ("prefix_len", 0), ("num_prefixes", 1),
         ("num_warmups", 0),
     ):  # fmt: skip
-        check_int(f"--{name.replace('_', '-')}", getattr(args, name), least)
+        check_int(f"--{name.replace('_', '-')}", getattr(args, name), least, MAX_INT)
+    check_int("--seed", args.seed, 0, MAX_SEED)
+    if args.temperature is not None:
+        allowed = f"0 to {MAX_TEMPERATURE:,.0f}"
+        if not 0 <= check_finite("--temperature", args.temperature, allowed) <= MAX_TEMPERATURE:
+            raise ValueError(f"--temperature is {args.temperature:g}; allowed: {allowed}")
     loads = _loads(args)
     goals = _goals(args.goodput or [])
     extra = _extra(args)
@@ -158,7 +164,7 @@ def _questions(args: argparse.Namespace) -> list[Question]:
         )
     output_len = args.output_len
     if output_len is not None:
-        check_int("--output-len", output_len, 1)
+        check_int("--output-len", output_len, 1, MAX_INT)
     if is_file:
         path = Path(check_path("--dataset-path", args.dataset_path, "a file with prompts"))
         if args.dataset_name == "sharegpt" and output_len is None:
