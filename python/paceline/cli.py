@@ -7,6 +7,7 @@ EXIT_CODES has the exit codes. Every error is one line on standard error.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import sys
@@ -38,6 +39,7 @@ from paceline.console import (
     flush_output,
     integer,
     open_standard_streams,
+    print_usage_help,
     settle_output,
     signals_as_errors,
     tell,
@@ -90,6 +92,17 @@ class _Parser(argparse.ArgumentParser):
             known.parser = self
         return known, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuses values that are not among the choices, with the most similar one."""
+        if action.choices is None or value in action.choices:
+            return
+        allowed = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(
+            action,
+            f"there is no {shorten(value)}{did_you_mean(str(value), allowed)}; allowed: "
+            f"{', '.join(allowed)}",
+        )
+
     def error(self, message: str, cures: Sequence[str] = ()) -> NoReturn:
         line = " ".join(message.splitlines())
         if len(line) > _MAX_MESSAGE:
@@ -108,7 +121,8 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_VersionAction)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=functools.partial(print_usage_help, parser))
     generate.add_parser(commands)
     chat.add_parser(commands)
     _add_convert(commands)

@@ -36,7 +36,7 @@ EXIT_CODES: Final = """\
 exit codes:
   0    success
   1    failure while running, or standard output cannot be written
-  2    usage or configuration
+  2    usage or configuration; without a command, after this help
   3    model or file
   4    device
   5    out of memory
@@ -157,6 +157,16 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def print_usage_help(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs a command that needs another one and has none: prints its help to standard error.
+
+    Returns:
+        The exit code of a usage error, so that a script notices that it names no command.
+    """
+    tell(parser.format_help().rstrip())
+    return EXIT_USAGE
 
 
 def progress_bar(total: int, what: str, unit: str, *, is_shown: bool) -> Any:

@@ -51,7 +51,6 @@ def test_runs_as_a_program(module: list[str]) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
         ["nonesuch"],
         ["generate", "a", "--max-tokens", "x"],
         ["--nonesuch"],
@@ -65,6 +64,36 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("paceline") and captured.err.endswith(" --help\n")
+
+
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_without_a_command_there_is_help(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    asked = capsys.readouterr().out
+    assert cli.main(command) == cli.EXIT_USAGE
+    assert capsys.readouterr() == ("", asked)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["generat", "x"], ["no 'generat'; did you mean generate?; allowed: generate, chat, "]),
+        (["bench", "latncy"], ["no 'latncy'; did you mean latency?", "see paceline bench --help"]),
+        (["generate", "x", "--color", "alway"], ["--color: there is no 'alway'; did you mean"]),
+        (["zzz"], ["no 'zzz'; allowed: generate"]),
+    ],
+)
+def test_an_unknown_command_or_choice_gets_a_suggestion(
+    argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(part in error for part in parts), error
 
 
 def test_an_unknown_option_is_refused_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 from paceline.bench.compare.command import add_compare_parser, run_compare
@@ -16,7 +17,7 @@ from paceline.bench.plot import PLOT_NEEDS, check_can_plot, draw, is_pairs_repor
 from paceline.bench.serve.command import run_serve
 from paceline.bench.serve.options import add_serve_parser
 from paceline.checks import check_path
-from paceline.console import check_output, emit
+from paceline.console import check_output, emit, print_usage_help
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +27,8 @@ def add_parser(commands: Any) -> None:
         help="measure this machine or a server, compare or draw what was measured",
         description="Measures this machine or a server, compares what was measured, or draws it.",
     )
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND")
+    bench.set_defaults(run=functools.partial(print_usage_help, bench))
     add_latency_parser(kinds).set_defaults(run=run_latency)
     add_pairs_parser(kinds).set_defaults(run=run_pairs)
     add_serve_parser(kinds).set_defaults(run=run_serve)

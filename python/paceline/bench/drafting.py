@@ -94,8 +94,8 @@ def _with_lengths(config: SpeculativeConfig, lengths: list[int]) -> list[Specula
         rest = ",".join(str(k) for k in lengths if k not in refused)
         raise ValueError(
             f"--num-speculative-tokens has {listed}, which --speculative-config excludes: "
-            f"{reason}; use --num-speculative-tokens {rest} (--acceptance-lengths reports tokens per "
-            "second at other lengths)"
+            f"{reason}; use --num-speculative-tokens {rest} (--acceptance-lengths reports tokens "
+            "per second at other lengths)"
         )
     return configs
 
