@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import shlex
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any, Final, NoReturn
 from paceline.bench import cli as bench
 from paceline.checks import MODEL, check_choice, check_path, check_revision, did_you_mean, shorten
 from paceline.commands import chat, generate, serve
+from paceline.commands.environment import check_environment
 from paceline.commands.flag_names import with_flags
 from paceline.commands.options import add_hub_options, add_quiet_option, download_arguments
 from paceline.commands.vllm_flags import refusals, take_flags
@@ -153,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.started = started
         args.command_line = shlex.join(["paceline", *(sys.argv[1:] if argv is None else argv)])
         with signals_as_errors():
+            check_environment(os.environ)
             code = int(args.run(args))
             flush_output()
         return code

@@ -16,8 +16,13 @@ from typing import Any, Final
 from paceline.checks import check_path, did_you_mean, shorten
 from paceline.vllm_arguments import flag_advice
 
-_PREFIX: Final = "PACELINE_"
+PREFIX: Final = "PACELINE_"
 _SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
+
+
+def variables(parser: argparse.ArgumentParser) -> list[str]:
+    """The names of the environment variables of a command."""
+    return [PREFIX + dest.upper() for dest in _actions(parser)]
 
 
 def read_options(
@@ -40,7 +45,7 @@ def read_options(
     actions = _actions(parser)
     given: dict[str, Any] = {}
     for dest, action in actions.items():
-        name = _PREFIX + dest.upper()
+        name = PREFIX + dest.upper()
         if name in environment:
             given[dest] = _convert(action, environment[name], f"the environment variable {name}")
     # Options that are not given keep what the namespace has.
