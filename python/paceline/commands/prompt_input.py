@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_path, parse_json, shorten
+from paceline.commands.text_files import MAX_PROMPT_BYTES, read_text_file
 from paceline.prompts import Prompt, check_prompt_text, encode_chats
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _read(name: str, path: str) -> str:
     """Reads a file, or standard input for "-", as UTF-8."""
     try:
         if path != "-":
-            return Path(path).read_text("utf-8")
+            return read_text_file(Path(path), MAX_PROMPT_BYTES)
         if sys.stdin is None:
             raise ValueError("standard input is closed; allowed: text in UTF-8")
         return sys.stdin.buffer.read().decode("utf-8")

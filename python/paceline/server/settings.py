@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.checks import check_path, did_you_mean, shorten
+from paceline.commands.text_files import MAX_CONFIG_BYTES, read_text_file
 from paceline.vllm_arguments import flag_advice
 
 PREFIX: Final = "PACELINE_"
@@ -89,7 +90,7 @@ def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, 
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text_file(path, MAX_CONFIG_BYTES))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_int, check_text, shorten
+from paceline.commands.text_files import MAX_PROMPT_BYTES, read_text_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +101,7 @@ def read_questions(
         ValueError: The file is not what it should be.
         OSError: It cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
+    text = read_text_file(path, MAX_PROMPT_BYTES)
     found = (
         _custom(path, text, output_len) if kind == "custom" else _sharegpt(path, text, output_len)
     )
