@@ -126,6 +126,13 @@ def test_generate(generate: list[str], llm: LLM, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == (expected + "\n", "")
 
 
+def test_few_tokens_have_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    for num_tokens, is_measured in ((2, False), (40, True)):
+        assert cli.main(["generate", PROMPT, "--max-tokens", str(num_tokens), "--ignore-eos"]) == 0
+        out = capsys.readouterr().out
+        assert ("\n- tokens/s after the first token" not in out) == is_measured
+
+
 def test_generate_as_json(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*generate, "--json", "--compare", "--max-tokens", "30"]) == 0
     captured = capsys.readouterr()

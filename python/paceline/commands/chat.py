@@ -24,6 +24,7 @@ from paceline.commands.options import (
     sampling_params,
 )
 from paceline.commands.prompt_input import chat_prompt
+from paceline.commands.report import measured_rate
 from paceline.console import EXIT_OK, Terminated, check_output, emit, tell
 
 if TYPE_CHECKING:
@@ -181,8 +182,9 @@ def _answer(
 def _summary(output: RequestOutput) -> str:
     metrics = output.metrics
     parts = [f"{metrics.num_output_tokens} tokens"]
-    if metrics.tokens_per_second is not None:
-        parts.append(f"{metrics.tokens_per_second:.1f} tokens/s")
+    rate = measured_rate(metrics)
+    if rate is not None:
+        parts.append(f"{rate:.1f} tokens/s")
     speculative = metrics.speculative_decoding
     if speculative is not None and speculative["mean_acceptance_length"] is not None:
         parts.append(f"acceptance length {speculative['mean_acceptance_length']:.2f}")

@@ -4,10 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from paceline.outputs import RequestOutput
+    from paceline.outputs import RequestMetrics, RequestOutput
+
+# Of at least one iteration after the first, with k = 16.
+_LEAST_TOKENS: Final = 18
+
+
+def measured_rate(metrics: RequestMetrics) -> float | None:
+    """Tokens per second after the first token; None where too few came for a rate: those of one
+    iteration arrive together."""
+    rate = metrics.tokens_per_second
+    return rate if rate is not None and metrics.num_output_tokens >= _LEAST_TOKENS else None
 
 
 def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> list[str]:
@@ -31,7 +41,7 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
         f"{metrics.num_output_tokens} tokens in {metrics.total_time_ms / 1e3:.3f} s"
         + (f", the first after {first:.1f} ms" if first is not None else "")
         + f"; ended by {ends}",
-        f"{_rate(metrics.tokens_per_second)} after the first token",
+        f"{_rate(measured_rate(metrics))} after the first token",
     ]
     speculative = metrics.speculative_decoding
     if speculative is not None:
@@ -53,10 +63,11 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
     if plain is not None:
         same = "the same output" if plain.outputs == output.outputs else "a DIFFERENT output"
         speed = ""
-        if metrics.tokens_per_second and plain.metrics.tokens_per_second:
-            ratio = metrics.tokens_per_second / plain.metrics.tokens_per_second
+        rate, plain_rate = measured_rate(metrics), measured_rate(plain.metrics)
+        if rate and plain_rate:
+            ratio = rate / plain_rate
             speed = f"; speculation is {ratio:.2f} times as fast"
-        lines.append(f"plain decoding: {_rate(plain.metrics.tokens_per_second)}, {same}{speed}")
+        lines.append(f"plain decoding: {_rate(measured_rate(plain.metrics))}, {same}{speed}")
     return lines
 
 
