@@ -18,6 +18,8 @@ from paceline.demo import find_demo
 from paceline.loader import TokenizerInfo
 from time_limits import HANG_LIMIT_S
 
+pytestmark = pytest.mark.serial  # for how long a loop is away
+
 HELLO = [{"role": "user", "content": "Hello"}]
 
 

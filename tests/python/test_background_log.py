@@ -31,6 +31,7 @@ def read_for(descriptor: int, until: bytes) -> bytes:
     return seen
 
 
+@pytest.mark.serial
 def test_lines_beyond_the_queue_are_counted() -> None:
     reader, writer = os.pipe()
     handler = BackgroundHandler(writer, max_lines=10)

@@ -268,6 +268,7 @@ def test_the_concurrency_is_limited(limit: int | None, most: int) -> None:
     assert client.most == most and len(done) == 30
 
 
+@pytest.mark.serial
 def test_requests_arrive_at_their_rate() -> None:
     client: Any = SlowClient()
     questions = [Question("a", 1)] * 200

@@ -63,6 +63,7 @@ def text(llm: LLM, **structured: Any) -> str:
     return output.outputs[0].text
 
 
+@pytest.mark.serial
 def test_what_takes_long_to_compile_is_refused_in_bounded_time_and_memory(llm: LLM) -> None:
     most, is_done = 0, threading.Event()
 
@@ -229,6 +230,7 @@ def test_an_llm_takes_many_grammars_and_an_async_llm_as_many_as_its_memory_allow
     assert all(output.outputs[0].text.startswith("{") for output in outputs)
 
 
+@pytest.mark.serial
 def test_tasks_share_a_compilation_and_end_it_with_the_last(llm: LLM) -> None:
     async def run() -> None:
         allm = AsyncLLM.from_llm(llm)
@@ -253,6 +255,7 @@ def test_tasks_share_a_compilation_and_end_it_with_the_last(llm: LLM) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.serial
 def test_closing_ends_a_compilation() -> None:
     with LLM(str(DEMO.target)) as other:
         other.generate("x", params(regex="warm"))
@@ -278,6 +281,7 @@ def test_closing_ends_a_compilation() -> None:
     assert resident_bytes(pid) == 0
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_process_that_compiles(number: signal.Signals) -> None:
     code = f"""

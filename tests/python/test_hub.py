@@ -398,6 +398,7 @@ def test_no_network_is_a_traceback_of_few_lines(hub: HubServer, tmp_path: Path) 
         assert len(lines) <= most and "`hf download org/target --local-dir DIR`" in lines[-1]
 
 
+@pytest.mark.serial
 def test_silent_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.2)
     hub.hangs = True

@@ -36,6 +36,7 @@ def run_python(code: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.serial
 def test_import_takes_less_than_300_ms() -> None:
     code = (
         "import time; start = time.perf_counter(); import paceline; "

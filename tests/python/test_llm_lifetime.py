@@ -40,6 +40,7 @@ def test_several_threads_generate(llm: LLM) -> None:
     assert results == expected
 
 
+@pytest.mark.serial
 def test_waiting_releases_the_gil(llm: LLM, target_dir: Path) -> None:
     model = load_checkpoint(target_dir).model
     options = {"max_model_len": 64, "kv_cache_bytes": 8 << 20}

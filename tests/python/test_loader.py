@@ -114,6 +114,7 @@ def test_more_end_ids_than_a_request_can_stop_at(
     assert loader.load_dummy_drafter(path, target).vocab_size == 128
 
 
+@pytest.mark.serial
 def test_very_many_end_ids(copy_of: Callable[..., Path]) -> None:
     """The time is linear and the message short: 200,000 ids once took minutes."""
     path = copy_of()

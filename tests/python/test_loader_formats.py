@@ -336,6 +336,7 @@ def test_families_without_scales() -> None:
         loader.decoder_config(with_key(FP8, GEMMA4))
 
 
+@pytest.mark.serial
 def test_a_hostile_expression_is_not_slow() -> None:
     begin = time.perf_counter()
     slow = ["re:lm_head", *["re:(?:.|a|b|c)(?:.|a|b|c|d).*.*!"] * 7]

@@ -171,6 +171,7 @@ def test_no_memory_at_all_does_not_end_the_process(tmp_path: Path) -> None:
     assert num_ended == "16" and last == "then length"
 
 
+@pytest.mark.serial
 def test_weights_that_do_not_fit_are_refused_before_they_are_written() -> None:
     # The system would grant this and then end the process, or refuse it without a number.
     config = DUMMY_SHAPES["gemma3-101m"] | {"vocab_size": 2**23, "hidden_size": 2**16}

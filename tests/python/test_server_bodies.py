@@ -86,6 +86,7 @@ HOSTILE: dict[str, tuple[str, int, bytes]] = {
 }
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_body_stalls_the_event_loop(server: RunningServer, name: str) -> None:
     """Other processes may take the cores at any moment: the best of some attempts counts, each
@@ -106,6 +107,7 @@ def test_no_body_stalls_the_event_loop(server: RunningServer, name: str) -> None
     raise AssertionError(stalls)
 
 
+@pytest.mark.serial
 def test_no_framing_stalls_the_event_loop(server: RunningServer) -> None:
     """Bodies in chunks of one byte, from several clients at a time."""
     start = head(COMPLETIONS, 1).replace(b"content-length: 1", b"transfer-encoding: chunked")
@@ -132,6 +134,7 @@ def test_no_framing_stalls_the_event_loop(server: RunningServer) -> None:
     raise AssertionError(stalls)
 
 
+@pytest.mark.serial
 def test_no_long_response_stalls_the_event_loop(server: RunningServer) -> None:
     """Its body is short: the response repeats the best tokens of the prompt for each output."""
     asked = {"prompt": [5] * 1000, "n": 8, "max_tokens": 1, "prompt_logprobs": 20, "seed": 1}

@@ -58,6 +58,7 @@ def num_closed(connections: list[socket.socket]) -> int:
     return closed
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "sent",
     [
@@ -129,6 +130,7 @@ def test_an_answer_that_nobody_reads_is_given_up(
                 time.sleep(0.1)
 
 
+@pytest.mark.serial
 def test_a_client_that_reads_slowly_gets_the_whole_answer(
     plain_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ class StoppingExecutor:
         return getattr(self._executor, name)
 
 
+@pytest.mark.serial
 def test_a_device_that_stops_ends_all_requests_at_once(llm: LLM, server: RunningServer) -> None:
     """The engine does not survive it. One that takes its place serves the next hundred."""
     expected = expected_tokens(server)

@@ -48,6 +48,7 @@ def timed(server: RunningServer, body: dict[str, Any]) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.serial
 def test_plain_requests_do_not_wait_for_hostile_grammars(server: RunningServer) -> None:
     server.result(COMPLETIONS, PLAIN | {"guided_choice": ["known"]})
     before, pid = resident_bytes(), trial_pid(server.llm)
@@ -80,6 +81,7 @@ def test_plain_requests_do_not_wait_for_hostile_grammars(server: RunningServer) 
     server.wait_until_idle()
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_client_that_leaves_ends_its_compilation(
     server: RunningServer, is_streamed: bool
@@ -99,6 +101,7 @@ def test_a_client_that_leaves_ends_its_compilation(
     server.wait_until_idle()
 
 
+@pytest.mark.serial
 def test_too_many_grammars_at_a_time_are_refused(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +129,7 @@ def test_too_many_grammars_at_a_time_are_refused(
     server.wait_until_idle()
 
 
+@pytest.mark.serial
 def test_sigterm_does_not_wait_for_a_compilation() -> None:
     with serve("--port", "0") as process:
         try:

@@ -90,6 +90,7 @@ def test_the_key_is_needed_everywhere_but_for_health(plain_llm: LLM) -> None:
         assert server.ask(COMPLETIONS, {"prompt": "a"}, headers=right)[0] == 200
 
 
+@pytest.mark.serial
 def test_a_full_queue_answers_429(server: RunningServer) -> None:
     long = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "n": 32}
     with server.send(COMPLETIONS, long | {"stream": True}) as running:
@@ -165,6 +166,7 @@ def test_a_request_that_fails_ends_alone(
     server.wait_until_idle()
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "sent",
     [

@@ -126,6 +126,7 @@ def test_none_is_lost_and_none_comes_twice(server: RunningServer) -> None:
         assert growth < 0.01 * NUM_REQUESTS / 2 / 1000, sizes
 
 
+@pytest.mark.serial
 def test_slow_readers_delay_no_one(server: RunningServer) -> None:
     """Many open streams, of which some are never read: the event loop stays awake."""
     body = {"prompt": "def f", "max_tokens": 60, "temperature": 0, "ignore_eos": True}

@@ -274,6 +274,7 @@ MALFORMED: list[tuple[str | int, tuple[str, Any]]] = [
 ]
 
 
+@pytest.mark.serial
 def test_malformed_requests_are_refused_at_once(server: RunningServer) -> None:
     """All in one test, one after the other: none of them harms those that follow."""
     before = server.llm.stats()
@@ -349,6 +350,7 @@ def test_a_million_entries_are_refused_in_linear_time(plain_llm: LLM) -> None:
             assert of_many < 20 * of_few + 0.1, (name, of_few, of_many)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "template",
     [

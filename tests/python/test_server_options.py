@@ -166,7 +166,7 @@ def test_a_process_serves_and_drains(number: signal.Signals) -> None:
         process.send_signal(number)
         *_, end = read_events(response)
         assert end["usage"]["completion_tokens"] == 16 * 500
-        assert process.wait(30) == EXIT_OK
+        assert process.wait(HANG_LIMIT_S) == EXIT_OK
         assert process.stderr is not None
         assert "Press Ctrl-C again, or send a second signal, to end" in process.stderr.read()
 
@@ -176,7 +176,7 @@ def test_a_hang_up_ends_streams_with_an_error_after_the_drain_timeout() -> None:
         process.send_signal(signal.SIGHUP)
         *_, end = read_events(response)
         assert end["error"]["message"] == "the server was closed while a request was running"
-        assert process.wait(30) == EXIT_OK
+        assert process.wait(HANG_LIMIT_S) == EXIT_OK
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
@@ -195,7 +195,7 @@ def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
                 assert connection.getresponse().status == 200
                 time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == EXIT_OK
+            assert process.wait(HANG_LIMIT_S) == EXIT_OK
         finally:
             process.kill()
 
@@ -323,7 +323,7 @@ def test_a_server_lists_the_flags_that_change_nothing() -> None:
                 if "paceline: serving" in line:
                     break
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == EXIT_OK
+            assert process.wait(HANG_LIMIT_S) == EXIT_OK
         finally:
             process.kill()
     log = "".join(lines)

@@ -172,6 +172,7 @@ def test_messages_of_gpt_oss_keep_their_channels() -> None:
     assert not accepts(calls, call.replace("time", "sum"))
 
 
+@pytest.mark.serial
 def test_refusals_are_quick_and_harm_nobody(server: RunningServer) -> None:
     wide = {"allOf": [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(4)]} for i in range(12)]}
     deep: dict[str, Any] = {"type": "string"}

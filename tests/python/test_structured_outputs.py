@@ -93,6 +93,7 @@ def test_other_parameters_apply_too(llm: LLM) -> None:
         llm.generate("x = ", impossible)
 
 
+@pytest.mark.serial
 def test_refuses_what_is_no_grammar(llm: LLM) -> None:
     def refused(expected: str, **structured: Any) -> None:
         begin = time.monotonic()
@@ -138,6 +139,7 @@ def _wide() -> dict[str, Any]:
     }
 
 
+@pytest.mark.serial
 def test_hostile_grammars_end_with_an_error_or_a_text(llm: LLM) -> None:
     hostile = [
         {"regex": "((a{1,1000}){1,1000}){1,1000}"},

@@ -204,6 +204,7 @@ def test_ten_megabytes_are_refused_before_they_are_tokenized(untokenized: LLM) -
         untokenized.generate([[1], "é " * 5_000_000])
 
 
+@pytest.mark.serial
 def test_ten_megabytes_of_bad_words_are_refused_before_they_are_tokenized(llm: LLM) -> None:
     begin = time.monotonic()
     with raises(ValueError, "bad_words[1] has 10000000 characters, at least ", "at most 1024"):
