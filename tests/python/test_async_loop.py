@@ -7,6 +7,8 @@ import asyncio
 import dataclasses
 import threading
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import llguidance
@@ -80,7 +82,14 @@ def test_the_first_grammar_does_not_stall_a_stream(monkeypatch: pytest.MonkeyPat
 
     async def main() -> float:
         async with AsyncLLM(find_demo("eagle3").target, show_progress=False) as allm:
-            stream = allm.stream("def f(", long)
+
+            async def streams() -> AsyncGenerator[None]:
+                while True:  # one stream may end before the grammar is compiled
+                    async with aclosing(allm.stream("def f(", long)) as stream:
+                        async for _ in stream:
+                            yield
+
+            stream = streams()
             await anext(stream)
             task = asyncio.create_task(last(allm.generate("x", short)))
             worst, before = 0.0, time.perf_counter()

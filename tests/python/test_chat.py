@@ -116,8 +116,8 @@ def test_errors_name_the_argument(chatty: LLM, plain_llm: LLM) -> None:
         chatty.chat(long * 100)  # refused by its length
     with pytest.raises(ValueError, match="messages is empty, because the chat template"):
         chatty.chat(HELLO, chat_template="{# #}")
-    with pytest.raises(TypeError, match=r"'lora_request'.*it has: messages, sampling_params"):
-        chatty.chat(HELLO, lora_request=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'temperature'.*it has: messages, sampling_params"):
+        chatty.chat(HELLO, temperature=0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="sampling_params has 2 entries for 1 prompts"):
         chatty.chat(HELLO, [GREEDY, GREEDY])
 

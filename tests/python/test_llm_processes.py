@@ -20,7 +20,7 @@ from paceline import LLM, RequestError, RequestOutput, SamplingParams
 from time_limits import HANG_LIMIT_S
 
 # The beginning of every script below. `waited` kills a child that does not end.
-_PROLOGUE = """
+_PROLOGUE = f"""
 import gc, os, signal, sys, threading, time, warnings
 from paceline import LLM, SamplingParams
 
@@ -33,7 +33,10 @@ warnings.simplefilter("ignore", DeprecationWarning)
 def build():
     return LLM(sys.argv[1], max_num_seqs=2, show_progress=False, device="cpu")
 
-def waited(pid, timeout_s=20):
+# Below the limit of the script, so that what hangs is named.
+HANG_LIMIT_S = {HANG_LIMIT_S / 2}
+
+def waited(pid, timeout_s=HANG_LIMIT_S):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
