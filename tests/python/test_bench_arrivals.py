@@ -148,11 +148,11 @@ def test_the_capacity_is_what_a_full_queue_completes(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--request-rate", "0"], "request_rate is '0'; allowed: numbers above 0, and shares"),
-        (["--request-rate", "inf"], "request_rate is 'inf'"),
-        (["--request-rate", "5x%"], "request_rate is '5x%'"),
-        (["--request-rate", "5", "--num-prompts", "0"], "num_prompts is 0"),
-        (["--num-prompts", "5"], "num_prompts is 5, but without --request-rate"),
+        (["--request-rate", "0"], "--request-rate is '0'; allowed: numbers above 0, and shares"),
+        (["--request-rate", "inf"], "--request-rate is 'inf'"),
+        (["--request-rate", "5x%"], "--request-rate is '5x%'"),
+        (["--request-rate", "5", "--num-prompts", "0"], "--num-prompts is 0"),
+        (["--num-prompts", "5"], "--num-prompts is 5, but without --request-rate"),
         (["--request-rate", "5", "--plot", "a.png"], "--plot does not go with --request-rate"),
         (
             ["--request-rate", "5", "--sampling", "{}", "--sampling", "{}"],

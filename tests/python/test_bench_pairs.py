@@ -350,10 +350,13 @@ def test_which_pairs(tmp_path: Path) -> None:
         (["--temperatures", "0,x"], "temperatures is '0,x'; allowed: numbers from 0 to"),
         (["--temperatures", "-1"], "temperature is -1"),
         (["--concurrency", "0"], "concurrency is '0'"),
-        (["--num-prompts", "3"], "num_prompts is 3, but concurrency is '1,4'; allowed: at least 4"),
-        (["--input-len", "0"], "input_len is 0"),
-        (["--output-len", "0"], "output_len is 0"),
-        (["--num-threads", "-1"], "num_threads is -1"),
+        (
+            ["--num-prompts", "3"],
+            "--num-prompts is 3, but --concurrency is '1,4'; allowed: at least 4",
+        ),
+        (["--input-len", "0"], "--input-len is 0"),
+        (["--output-len", "0"], "--output-len is 0"),
+        (["--num-threads", "-1"], "--num-threads is -1"),
         (["--device", "gpu"], "device is 'gpu'"),
         (["--json", "no/such/a.json"], "--json is 'no/such/a.json'"),
         (["--plot", "a.gif"], "--plot is 'a.gif'; allowed: a file that ends with"),
@@ -377,7 +380,11 @@ def test_refusals(
 @pytest.mark.parametrize(
     ("source", "extra", "message"),
     [
-        ("--config", ["--output-len", "5000"], "output_len is 5000, so requests have 5009 tokens"),
+        (
+            "--config",
+            ["--output-len", "5000"],
+            "--output-len is 5000, so requests have 5009 tokens",
+        ),
         ("--config", [], "model is 'nonesuch'"),
         ("--model", ["--output-len", "1020"], "prompt 0 of --prompts-file has"),
     ],

@@ -258,7 +258,7 @@ def test_the_first_layers_keep_the_drafter() -> None:
     [
         (["--num-layers", "2"], ("--num-layers is 2", "it needs --config")),
         (["--model", "x", "--num-layers", "2"], ("--num-layers is 2", "it needs --config")),
-        (["--config", "qwen3-8b", "--num-layers", "0"], ("num_layers is 0", "allowed")),
+        (["--config", "qwen3-8b", "--num-layers", "0"], ("--num-layers is 0", "allowed")),
         (["--config", "qwen3-8b", "--num-layers", "37"], ("qwen3-8b has 36 layers", "1 to 36")),
     ],
 )

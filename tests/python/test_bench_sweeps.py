@@ -153,20 +153,20 @@ def test_a_cell_that_does_not_fit_is_left_out(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--input-len", "9,0"], "input_len is '9,0'; allowed: integers of 1 or more"),
+        (["--input-len", "9,0"], "--input-len is '9,0'; allowed: integers of 1 or more"),
         (["--num-speculative-tokens", "0"], "allowed: integers from 1 to 16, for example 1,3,5,7"),
         (["--num-speculative-tokens", "2"], "there is no drafter"),
         (
             ["--input-len", "9,99999"],
-            "input_len is 99999 and output_len 16, so requests have 100015 tokens, but ",
+            "--input-len is 99999 and --output-len 16, so requests have 100015 tokens, but ",
         ),
         (["--acceptance-lengths", "0.5"], "allowed: numbers from 1 to 17"),
-        (["--acceptance-lengths", "x"], "acceptance_lengths is 'x'"),
+        (["--acceptance-lengths", "x"], "--acceptance-lengths is 'x'"),
         (
             ["--draft-config", "gemma3-10m", "--num-speculative-tokens", "1,3",
              "--speculative-config", json.dumps(LENGTH | {"synthetic_acceptance_length": 2.34})],
-            "num_speculative_tokens is '1,3': speculative_config['synthetic_acceptance_length'] is "
-            "2.34",
+            "--num-speculative-tokens has 1, which --speculative-config excludes: "
+            "--speculative-config['synthetic_acceptance_length'] is 2.34",
         ),
     ],
 )  # fmt: skip

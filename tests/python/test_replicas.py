@@ -120,16 +120,31 @@ def num_tokens(server: RunningServer) -> int:
 def signal_busy_replica(server: RunningServer, number: int, after: int) -> int:
     """Sends a signal to a replica that runs a request, once its requests have `after` tokens.
 
+    The replica is stopped first, and has the signal if it has a request then: it could end its
+    last one between the look and the signal.
+
     Returns:
         Its index.
     """
     executor = executor_of(server)
-    wait_for(lambda: num_tokens(server) >= after)
-    with executor.lock:
-        (busy, *_) = [replica for replica in executor._replicas if replica.runs]
-        assert busy.process is not None
-        os.kill(busy.process.pid, number)
-    return busy.index
+    while True:
+        wait_for(lambda: num_tokens(server) >= after)
+        with executor.lock:
+            busy = next((replica for replica in executor._replicas if replica.runs), None)
+            if busy is None:
+                continue
+            assert busy.process is not None
+            process = busy.process.pid
+            os.kill(process, signal.SIGSTOP)
+        time.sleep(0.1)  # what it had sent is read
+        with executor.lock:
+            is_busy = bool(busy.runs)
+            if is_busy:
+                os.kill(process, number)
+            if not is_busy or number not in (signal.SIGKILL, signal.SIGSTOP):
+                os.kill(process, signal.SIGCONT)
+        if is_busy:
+            return busy.index
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
@@ -287,6 +302,7 @@ def test_block_drafters_have_the_outputs_of_one_engine(drafter: str, tmp_path: P
             n=1 + number % 3,
             seed=number,
             max_tokens=250,
+            ignore_eos=True,
             num_speculative_tokens=(None, 2, 6)[number % 3],
         )
         for number in range(len(prompts))
@@ -295,7 +311,7 @@ def test_block_drafters_have_the_outputs_of_one_engine(drafter: str, tmp_path: P
         expected = llm.generate(prompts, params, use_tqdm=False)
     with start_replicas(2, engine, log_level="WARNING") as llm, RunningServer(llm) as server:
         killer = threading.Thread(
-            target=signal_busy_replica, args=(server, signal.SIGKILL, 400), daemon=True
+            target=signal_busy_replica, args=(server, signal.SIGKILL, 100), daemon=True
         )
         killer.start()
         outputs = llm.generate(prompts, params, use_tqdm=False)

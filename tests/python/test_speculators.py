@@ -172,9 +172,12 @@ def test_other_commands_take_it_as_a_drafter_only(
     speculators: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = str(speculators()), tmp_path / "out"
-    for command in (["convert", path, str(out)], ["bench", "latency", "--model", path]):
+    for command, option in (
+        (["convert", path, str(out)], "speculative_config"),  # it has no such option
+        (["bench", "latency", "--model", path], "--speculative-config"),
+    ):
         assert main(command) == 2
         message = capsys.readouterr().err
-        assert "it is a draft head (eagle3) and no target: name it in speculative_config" in message
+        assert f"it is a draft head (eagle3) and no target: name it in {option}" in message
         assert "or after --draft of `paceline convert`" in message
     assert main(["convert", str(make(TARGET)), str(out), "--draft", path, "-q"]) == 0
