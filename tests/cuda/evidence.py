@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records GPU test results with the sources, since continuous integration has no GPU.
 
-    evidence.py test [--limit S] [PART ...]  run GPU tests and benches; write docs/gpu-evidence.json
+    evidence.py test [--limit S] [--within S] [PART ...]
+                                             run GPU tests and benches; write docs/gpu-evidence.json
     evidence.py sanitize [--within S] [--cases GLOB] [TOOL[:PART] ...]
                                              run compute-sanitizer (sanitizers.py says over what);
                                              write docs/gpu-sanitizer.json
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 import gpu_runs
@@ -84,16 +86,16 @@ TESTS = (
     "draft_head_cuda_test",
 )
 
-#: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side.
+#: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side, so
+#: many processes on so many cores each. Others are one process on one core.
 SHARDS = {
-    "op_parity_test": 12,
-    "expert_bits_test": 4,
-    "engine_cuda_test": 4,
-    "engine_compressed_cuda_test": 2,
-    "draft_head_cuda_test": 3,
+    "op_parity_test": (16, 1),
+    "expert_bits_test": (4, 1),
+    "engine_cuda_test": (4, 3),
+    "engine_mixture_cuda_test": (1, 2),
+    "engine_compressed_cuda_test": (2, 2),
+    "draft_head_cuda_test": (3, 3),
 }
-#: Each runs on cores of its own: the engines of the CPU and torch take a thread for each core that
-#: they may use, and with all cores for all of them most of the time goes into switching threads.
 PYTHON_SHARES = 8
 #: Tests that compare the free memory of the GPU before and after.
 MEASURING = ("runner_test",)
@@ -197,17 +199,19 @@ def python_tests(command: list[str], env: dict[str, str]) -> list[str]:
 def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs one of PARTS; adds the figures of a bench to `benches`."""
     if part in TESTS:
-        shares = shards(SHARDS.get(part, 1))
-        return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 500, shares)]
+        shares = shards(*SHARDS.get(part, (1, 1)))
+        return [run(part, [str(BUILD / part)], GTEST, env, 500, shares)]
     if part == "python":
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        tests = python_tests(command, env)
-        cores = sorted(os.sched_getaffinity(0))
-        shares = [
-            Share(tuple(tests[i::PYTHON_SHARES]), cores=tuple(cores[i::PYTHON_SHARES]))
-            for i in range(PYTHON_SHARES)
-        ]
-        result = run(part, command, r"passed|failed|error", env, 400, shares)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+        try:
+            tests = python_tests([*command, "-q"], env)
+        except subprocess.CalledProcessError as error:  # a test file that cannot be imported
+            lines = error.stdout.splitlines()[-20:]
+            return [{"title": part, "command": "pytest --collect-only", "exit": error.returncode,
+                     "seconds": 0.0, "summary": lines}]  # fmt: skip
+        shares = [Share(tuple(tests[i::PYTHON_SHARES]), num_cores=2) for i in range(PYTHON_SHARES)]
+        summary = r"^=+ .*(passed|failed|error)|^(FAILED|ERROR) "
+        result = run(part, [*command, "-v"], summary, env, 500, shares)
         paths = [str(path) for path in sorted(PYTHON_TESTS)]
         return [{**result, "command": " ".join(["pytest", *paths])}]
     if part in BENCHES:
@@ -322,13 +326,14 @@ if __name__ == "__main__":
         "--limit", type=float, default=gpu_runs.LIMIT_S, help="seconds that any command may take"
     )
     parser.add_argument(
-        "--within", type=float, default=3600.0, help="seconds that sanitize may take in all"
+        "--within", type=float, default=3600.0, help="seconds that test or sanitize may take in all"
     )
     parser.add_argument(
         "--cases", help="glob of cases of the op table: run sanitize on them; record nothing"
     )
     arguments = parser.parse_intermixed_args()  # options may stand before the parts
     gpu_runs.LIMIT_S = arguments.limit
+    gpu_runs.DEADLINE = time.monotonic() + arguments.within
     known = {"test": (*PARTS, REPLICAS), "sanitize": (*sanitizers.TOOLS, *sanitizers.PARTS)}
     allowed = known.get(arguments.what, ())
     for wrong in sorted(set(arguments.parts) - set(allowed)):

@@ -22,7 +22,19 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from gpu_runs import BUILD, GTEST, LOGS, ROOT, environment, run, source_hash, today, write
+from gpu_runs import (
+    BUILD,
+    GTEST,
+    LOGS,
+    NOT_RUN,
+    ROOT,
+    code_of,
+    environment,
+    run,
+    source_hash,
+    today,
+    write,
+)
 
 SANITIZER_FILE = ROOT / "docs" / "gpu-sanitizer.json"
 
@@ -233,19 +245,19 @@ def run_task(task: Task, index: int, env: dict[str, str], deadline: float) -> di
     tool = task.part.split(":")[0]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     command += racecheck_options() if tool == "racecheck" else ()
-    command += [str(BUILD / task.binary), *task.arguments, "--gtest_brief=1"]
+    command += [str(BUILD / task.binary), *task.arguments]
     left = deadline - time.monotonic()
     if left <= 0:
         lines = [f"not started: the time of --within was over before shard {index}"]
-        return {"exit": 124, "seconds": 0.0, "summary": lines}
+        return {"exit": NOT_RUN, "seconds": 0.0, "summary": lines}
     title = f"{task.part}-{index}"
     result = run(title, command, SUMMARY, env, min(task.limit, left), is_part=True)
-    count = num_run(result["summary"])
+    about = [re.sub("^process 0:", f"shard {index}:", line) for line in result["summary"]]
+    result["summary"] = about
+    count = num_run(about)
     if result["exit"] == 0 and (count == 0 or (task.num_cases and count != task.num_cases)):
         result["exit"] = 1
         result["summary"].append(f"ran {count} cases, not {task.num_cases or 'any'}")
-    if result["exit"] == 124:
-        result["summary"].append(f"shard {index}: ended at {result['seconds']} s")
     return result
 
 
@@ -267,7 +279,7 @@ def merge(part: str, command: str, results: Sequence[dict[str, Any]], about: str
     return {
         "title": part,
         "command": command,
-        "exit": next((r["exit"] for r in results if r["exit"] != 0), 0),
+        "exit": code_of(r["exit"] for r in results),
         "seconds": round(sum(r["seconds"] for r in results), 1),
         "summary": summary,
     }
@@ -340,7 +352,7 @@ def list_cases(env: dict[str, str], limit: float) -> list[Case] | dict[str, Any]
                 text=True, timeout=min(limit, SHARD_LIMIT_S),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {"exit": 124, "seconds": SHARD_LIMIT_S, "summary": ["op_kernels: too slow"]}
+            return {"exit": NOT_RUN, "seconds": SHARD_LIMIT_S, "summary": ["op_kernels: too slow"]}
     if listed.returncode != 0:
         lines = listed.stderr.splitlines()[-5:]
         return {"exit": listed.returncode, "seconds": 0.0, "summary": lines}

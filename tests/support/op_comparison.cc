@@ -2,12 +2,12 @@
 #include "support/op_comparison.h"
 
 #include <gtest/gtest.h>
+#include <paceline/version.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,8 +15,7 @@ namespace paceline::testing {
 namespace {
 
 CpuContext cpu_context() {
-  static const auto num_threads =
-      static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 16u));
+  static const int num_threads = std::min(build_info().num_cores, 16);
   static ThreadPool threads(num_threads);
   return {.num_threads = num_threads, .threads = &threads};
 }
