@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int32_t num_rows = min(*p.num_rows, p.max_rows);
       Tile of_next;
       if (find_tile(p, plan, S::kRows, next, &of_next)) {
-        __syncthreads();  // the tile before is no longer read
+        sync_threads<kThreads>(kBlockBarrier);  // the tile before is no longer read
         const TileKeys keys = paged::read_rows<S>(p, of_next, num_rows, p.num_qo_heads, rows);
         if (thread == 0) {
           tile = {.index = next,
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             count_begun(plan.counters + next);
           }
         }
-        __syncthreads();
+        sync_threads<kThreads>(kBlockBarrier);
         if (static_cast<int32_t>(blockIdx.y) < tile.work.num_splits) compute();
         next = tile.index;
       }

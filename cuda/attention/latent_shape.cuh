@@ -182,6 +182,8 @@ inline constexpr int32_t kScorerBarrier = 3;
 inline constexpr int32_t kReadyBarrier = 4;  // of consumers: P of a chunk is in shared memory
 inline constexpr int32_t kDoneBarrier = 5;   // of consumers: and is no longer needed
 inline constexpr int32_t kCopierBarrier = 6;
+// Of all threads. Not __syncthreads, since each role of warps has a call of its own, in a branch.
+inline constexpr int32_t kBlockBarrier = 7;
 
 // Weights and factors below this power of two are zero.
 inline constexpr float kLeastPower = -40.0f;

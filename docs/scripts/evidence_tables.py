@@ -64,6 +64,21 @@ def milliseconds(value: float) -> str:
     return f"{value:.2f}" if value < 15 else f"{value:.1f}"
 
 
+def last_full_run() -> str:
+    """When all GPU tests passed, and on what; or which of them did not."""
+    evidence = json.loads(EVIDENCE.read_text())
+    machine = evidence["machine"]
+    place = f"on an {machine['gpu']} with driver {machine['driver']}"
+    tests = [r for r in evidence["results"] if r["title"] in ("python", "replicas")
+             or r["title"].endswith("_test")]  # fmt: skip
+    passed = [r for r in tests if r["exit"] == 0]
+    dates = sorted({r["date"] for r in passed})
+    since = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    others = ", ".join(f"`{r['title']}`" for r in tests if r["exit"] != 0)
+    rest = f"; not to their end: {others}" if others else ""
+    return f"{len(passed)} of {len(tests)} GPU tests last passed on {since} {place}{rest}"
+
+
 def _times_plain(row: Row, rows: Sequence[Row]) -> float:
     """Tokens per second over those of plain decoding with as many sequences."""
     (plain,) = (

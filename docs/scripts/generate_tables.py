@@ -161,7 +161,8 @@ def support() -> str:
         *(
             (
                 f'`device="{device}"`',
-                DEVICE_WORDS[device],
+                DEVICE_WORDS[device]
+                + (f"; {evidence_tables.last_full_run()}" if device == "cuda" else ""),
                 "[quickstart](docs/quickstart.md#devices)",
             )
             for device in DEVICES
@@ -421,6 +422,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "demo-speed-h200": lambda: demo_speed("h200"),
     "draft-lengths": draft_lengths,
     "drafters": drafters,
+    "gpu-tests": lambda: f"{evidence_tables.last_full_run()}.",
     "h200-drivers": evidence_tables.drivers,
     "h200-first-token": evidence_tables.first_token,
     "h200-kernels": evidence_tables.kernel_times,

@@ -6,7 +6,10 @@
     evidence.py sanitize [--within S] [--cases GLOB] [TOOL[:PART] ...]
                                              run compute-sanitizer (sanitizers.py says over what);
                                              write docs/gpu-sanitizer.json
-    evidence.py check                        report evidence of other sources as STALE
+    evidence.py check                        report failures, and evidence of other sources as
+                                             STALE; exit with 1 if a result is a failure
+    evidence.py drop PART ...                a change is the cure of these failures and has not run
+                                             yet: record them as not run
     evidence.py files                        print the files that evidence covers, with hashes
 
 Each result has its own date and source hash, so parts may run at different times. `test` and
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import gpu_runs
@@ -33,6 +37,7 @@ import sanitizers
 from gpu_runs import (
     BUILD,
     GTEST,
+    NOT_RUN,
     ROOT,
     Share,
     covered_files,
@@ -41,11 +46,14 @@ from gpu_runs import (
     shards,
     source_hash,
     today,
+    verdict,
     write,
 )
 from sanitizers import DEVICE_ONLY, SANITIZER_FILE
 
 TEST_FILE = ROOT / "docs" / "gpu-evidence.json"
+#: The target of the Makefile that writes each file.
+MAKERS = {TEST_FILE: "gpu-test", SANITIZER_FILE: "gpu-sanitize"}
 
 
 def speculative(method: str, model: str | None, length: float) -> list[str]:
@@ -293,21 +301,68 @@ def test(parts: list[str]) -> int:
 
 
 def check() -> int:
-    """Prints which evidence is stale; that is not a failure, since it is true of its sources."""
+    """Prints what failed, what did not run to its end, and what is stale.
+
+    Stale evidence is no failure, since it is true of its sources. A failure is one with any
+    sources: whoever mends it runs its part again or says with `drop` that it has not run since.
+
+    Returns:
+        1 if a result is a failure or there is no evidence, else 0.
+    """
     now = source_hash()
+    code = 0
     for path in (TEST_FILE, SANITIZER_FILE):
-        name = path.relative_to(ROOT)
         if not path.exists():
-            print(f"{name}: MISSING")
+            print(f"{path.name}: MISSING; `make {MAKERS[path]}` writes it")
+            code = 1
             continue
         evidence = json.loads(path.read_text())
-        seen = {r.get("source_hash", evidence["source_hash"]) for r in evidence["results"]}
-        state = "current" if seen == {now} else "STALE: the sources have changed since"
-        verdict = "passed" if evidence["passed"] else "FAILED"
-        print(f"{name}: {verdict} on {evidence['date']}, {evidence['machine']['gpu']}; {state}")
-        for result in evidence["results"]:
-            if result.get("source_hash", now) != now:
-                print(f"  {result['title']}: measured on {result['date']} with other sources")
+        results = evidence["results"]
+        is_current = all(result["source_hash"] == now for result in results)
+        state = "current" if is_current else "STALE: the sources have changed since"
+        about = f"on {evidence['machine']['gpu']}, last on {evidence['date']}; {state}"
+        print(f"{path.name}: {verdict(results)}, {about}")
+        for result in results:
+            is_failure = result["exit"] not in (0, NOT_RUN)
+            said = {0: "passed", NOT_RUN: "NOT RUN to its end"}.get(result["exit"], "FAILED")
+            sources = "these" if result["source_hash"] == now else "other"
+            if is_failure or result["exit"] == NOT_RUN or sources == "other":
+                print(f"  {result['title']}: {said} on {result['date']} with {sources} sources")
+            if is_failure:
+                code = 1
+                print("".join(f"    {line}\n" for line in result["summary"][-5:]), end="")
+    if code != 0:
+        print("FAILED: run these parts again on a GPU, or, if they are mended and there is none,")
+        print("  python3 tests/cuda/evidence.py drop PART ...")
+    return code
+
+
+def drop(parts: Sequence[str]) -> int:
+    """Records failures of these titles as not run. Other results are no business of `drop`.
+
+    Returns:
+        2 if a title is that of no failure, else 0.
+    """
+    files = {path: json.loads(path.read_text()) for path in MAKERS if path.exists()}
+    failures = [
+        result
+        for evidence in files.values()
+        for result in evidence["results"]
+        if result["exit"] not in (0, NOT_RUN)
+    ]
+    titles = list(dict.fromkeys(result["title"] for result in failures))
+    for part in parts:
+        if part not in titles:
+            allowed = ", ".join(titles) or "none, since nothing failed"
+            print(f"evidence.py: error: {part!r} is no failure; allowed: {allowed}")
+            return 2
+    for result in failures:
+        if result["title"] not in parts:
+            continue
+        said = f"failed with exit {result['exit']}; dropped on {today()}: mended, not run since"
+        result["exit"], result["summary"] = NOT_RUN, [said, *result["summary"]]
+    for path, evidence in files.items():
+        path.write_text(json.dumps(evidence, indent=1) + "\n")
     return 0
 
 
@@ -320,8 +375,10 @@ def files() -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("test", "sanitize", "check", "files"))
-    parser.add_argument("parts", nargs="*", help="parts of test or sanitize (default: all)")
+    parser.add_argument("what", choices=("test", "sanitize", "check", "drop", "files"))
+    parser.add_argument(
+        "parts", nargs="*", help="parts of test or sanitize (default: all), or failures to drop"
+    )
     parser.add_argument(
         "--limit", type=float, default=gpu_runs.LIMIT_S, help="seconds that any command may take"
     )
@@ -336,6 +393,8 @@ if __name__ == "__main__":
     gpu_runs.DEADLINE = time.monotonic() + arguments.within
     known = {"test": (*PARTS, REPLICAS), "sanitize": (*sanitizers.TOOLS, *sanitizers.PARTS)}
     allowed = known.get(arguments.what, ())
+    if arguments.what == "drop":
+        sys.exit(drop(arguments.parts))
     for wrong in sorted(set(arguments.parts) - set(allowed)):
         parser.error(
             f"{arguments.what} has no part {wrong!r}; allowed: {', '.join(allowed) or 'none'}"

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import evidence
 import gpu_runs
 import sanitizers
 from sanitizers import DEVICE_ONLY, Case, Kernel, Task, choose, kinds_of, split
@@ -143,13 +147,16 @@ def test_shards_run_side_by_side_on_their_gpus_without_the_cpu(machine: Path) ->
         (passes("0"), 1, "ran 0 cases, not 10"),
         ("exit 9", 9, "0 of 0 tests passed"),
         ("exec sleep 30", 124, "shard 0: ended at"),
+        # A case that failed before the limit is a failure all the same.
+        ("echo '[  FAILED  ] a'; exec sleep 30", 1, "shard 0: ended at"),
     ],
 )
 def test_what_a_part_lacks_is_a_failure(machine: Path, script: str, code: int, said: str) -> None:
     program(machine, "compute-sanitizer", f'{SKIP}exec "$@"')
     program(machine, "op_parity_test", script)
     tasks = sanitizers.tasks_of_ops("memcheck:ops", [case(f"a_{i}") for i in range(10)], 1)
-    result = run(machine, [task._replace(limit=0.5 if code == 124 else 30) for task in tasks])
+    limit = 0.5 if "sleep" in script else 30
+    result = run(machine, [task._replace(limit=limit) for task in tasks])
     assert result["memcheck:ops"]["exit"] == code
     assert any(said in line for line in result["memcheck:ops"]["summary"])
 
@@ -198,3 +205,112 @@ def test_tests_refuse_to_run_without_the_cpu() -> None:
     env = {**os.environ, DEVICE_ONLY: "1"}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 2 and f"{DEVICE_ONLY} is set" in result.stderr
+
+
+def test_a_part_has_the_first_failure_of_its_processes() -> None:
+    assert gpu_runs.code_of([]) == gpu_runs.code_of([0, 0]) == 0
+    assert gpu_runs.code_of([0, gpu_runs.NOT_RUN, 0]) == gpu_runs.NOT_RUN
+    assert gpu_runs.code_of([gpu_runs.NOT_RUN, 9, 3]) == 9
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("echo '[       OK ] a'; exec sleep 30", gpu_runs.NOT_RUN, "after 1 cases that passed"),
+        ("echo 't.py::a PASSED'; echo 't.py::b FAILED'; exec sleep 30", 1, "after 1 cases"),
+        ("exit 3", 3, ""),
+    ],
+)
+def test_a_time_limit_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int, said: str
+) -> None:
+    monkeypatch.setattr(gpu_runs, "LOGS", tmp_path / "logs")
+    limit = 0.5 if "sleep" in script else 30
+    result = gpu_runs.run("one", ["/bin/sh", "-c", script], "x^", dict(os.environ), limit)
+    assert result["exit"] == code
+    assert said in "".join(result["summary"])
+
+
+def test_cores_are_taken_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = gpu_runs.Cores([5, 2, 7])
+    order: list[tuple[str, list[int]]] = []
+
+    def take(name: str, count: int) -> None:
+        with cores.taken(count) as mine:
+            order.append((name, mine))
+
+    def waits(count: int) -> bool:
+        return len(cores._waiting) == count
+
+    threads = [threading.Thread(target=take, args=("all", 99)),
+               threading.Thread(target=take, args=("one", 1))]  # fmt: skip
+    with cores.taken(1) as first:
+        assert first == [2]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            while not waits(number):
+                time.sleep(0.001)
+        # Two are free, but whoever asked first wants three.
+        assert not order
+    for thread in threads:
+        thread.join()
+    assert [(name, len(mine)) for name, mine in order] == [("all", 3), ("one", 1)]
+    # Who gets none before the deadline does not start.
+    monkeypatch.setattr(gpu_runs, "DEADLINE", time.monotonic())
+    with cores.taken(3), cores.taken(1) as none:
+        assert none == []
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that writes evidence with exit codes by title."""
+    tests, sanitizer = tmp_path / "gpu-evidence.json", tmp_path / "gpu-sanitizer.json"
+    monkeypatch.setattr(evidence, "TEST_FILE", tests)
+    monkeypatch.setattr(evidence, "SANITIZER_FILE", sanitizer)
+    monkeypatch.setattr(evidence, "MAKERS", {tests: "gpu-test", sanitizer: "gpu-sanitize"})
+    monkeypatch.setattr(evidence, "source_hash", lambda: "now")
+
+    def write(**results: tuple[int, str]) -> None:
+        for path in (tests, sanitizer):
+            entries = [
+                {"title": title, "exit": code, "source_hash": sources, "date": "2026-01-02",
+                 "summary": [f"end of {title}"]}
+                for title, (code, sources) in results.items()
+            ]  # fmt: skip
+            one = {"date": "2026-01-02", "machine": {"gpu": "G"}, "results": entries}
+            path.write_text(json.dumps(one))
+
+    return write
+
+
+def test_check_fails_on_a_failure_alone(recorded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evidence.check() == 1  # there is no evidence
+    assert "gpu-evidence.json: MISSING; `make gpu-test` writes it" in capsys.readouterr().out
+    recorded(a=(0, "now"))
+    assert evidence.check() == 0
+    said = "gpu-evidence.json: 1 passed, on G, last on 2026-01-02; current\n"
+    assert capsys.readouterr().out.startswith(said)
+    recorded(a=(0, "now"), b=(gpu_runs.NOT_RUN, "now"), c=(0, "old"))
+    assert evidence.check() == 0
+    out = capsys.readouterr().out
+    assert "2 passed, 1 NOT RUN to their end, on G, last on 2026-01-02; STALE" in out
+    assert "  b: NOT RUN to its end on 2026-01-02 with these sources\n" in out
+    assert "  c: passed on 2026-01-02 with other sources\n" in out
+    for sources, words in (("now", "these"), ("old", "other")):
+        recorded(a=(0, "now"), b=(9, sources))
+        assert evidence.check() == 1
+        out = capsys.readouterr().out
+        assert f"  b: FAILED on 2026-01-02 with {words} sources\n    end of b\n" in out
+        assert "drop PART" in out
+
+
+def test_only_a_failure_can_be_dropped(recorded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(a=(0, "now"), b=(9, "old"))
+    assert evidence.drop(["a"]) == evidence.drop(["b", "c"]) == 2
+    assert "'a' is no failure; allowed: b" in capsys.readouterr().out
+    assert evidence.check() == 1
+    assert evidence.drop(["b"]) == 0
+    assert evidence.check() == 0
+    entry = json.loads(evidence.TEST_FILE.read_text())["results"][1]
+    assert entry["exit"] == gpu_runs.NOT_RUN
+    assert re.fullmatch(r"failed with exit 9; dropped on \S+: mended, .*", entry["summary"][0])
