@@ -8,8 +8,8 @@
                                              write docs/gpu-sanitizer.json
     evidence.py check                        report failures, and evidence of other sources as
                                              STALE; exit with 1 if a result is a failure
-    evidence.py drop PART ...                a change is the cure of these failures and has not run
-                                             yet: record them as not run
+    evidence.py drop --because WHY PART ...  record these failures as not run, for that reason, such
+                                             as a change that is the cure and has not run yet
     evidence.py files                        print the files that evidence covers, with hashes
 
 Each result has its own date and source hash, so parts may run at different times. `test` and
@@ -304,7 +304,7 @@ def check() -> int:
     """Prints what failed, what did not run to its end, and what is stale.
 
     Stale evidence is no failure, since it is true of its sources. A failure is one with any
-    sources: whoever mends it runs its part again or says with `drop` that it has not run since.
+    sources: whoever mends it runs its part again, or says with `drop` why it is none.
 
     Returns:
         1 if a result is a failure or there is no evidence, else 0.
@@ -328,17 +328,25 @@ def check() -> int:
             sources = "these" if result["source_hash"] == now else "other"
             if is_failure or result["exit"] == NOT_RUN or sources == "other":
                 print(f"  {result['title']}: {said} on {result['date']} with {sources} sources")
+            if result["summary"] and result["summary"][0].startswith(DROPPED):
+                print(f"    {result['summary'][0]}")
             if is_failure:
                 code = 1
                 print("".join(f"    {line}\n" for line in result["summary"][-5:]), end="")
     if code != 0:
-        print("FAILED: run these parts again on a GPU, or, if they are mended and there is none,")
-        print("  python3 tests/cuda/evidence.py drop PART ...")
+        print(
+            "FAILED: run these parts again on a GPU, or say why they are no failures of the code:"
+        )
+        print("  python3 tests/cuda/evidence.py drop --because WHY PART ...")
     return code
 
 
-def drop(parts: Sequence[str]) -> int:
-    """Records failures of these titles as not run. Other results are no business of `drop`.
+#: How the summary of a failure begins that `drop` has recorded as not run.
+DROPPED = "failed with exit"
+
+
+def drop(parts: Sequence[str], why: str) -> int:
+    """Records failures of these titles as not run, for a reason that `check` repeats.
 
     Returns:
         2 if a title is that of no failure, else 0.
@@ -359,7 +367,7 @@ def drop(parts: Sequence[str]) -> int:
     for result in failures:
         if result["title"] not in parts:
             continue
-        said = f"failed with exit {result['exit']}; dropped on {today()}: mended, not run since"
+        said = f"{DROPPED} {result['exit']}, dropped on {today()}: {why}"
         result["exit"], result["summary"] = NOT_RUN, [said, *result["summary"]]
     for path, evidence in files.items():
         path.write_text(json.dumps(evidence, indent=1) + "\n")
@@ -388,13 +396,16 @@ if __name__ == "__main__":
     parser.add_argument(
         "--cases", help="glob of cases of the op table: run sanitize on them; record nothing"
     )
+    parser.add_argument("--because", help="why the parts of drop are no failures of the code")
     arguments = parser.parse_intermixed_args()  # options may stand before the parts
     gpu_runs.LIMIT_S = arguments.limit
     gpu_runs.DEADLINE = time.monotonic() + arguments.within
     known = {"test": (*PARTS, REPLICAS), "sanitize": (*sanitizers.TOOLS, *sanitizers.PARTS)}
     allowed = known.get(arguments.what, ())
     if arguments.what == "drop":
-        sys.exit(drop(arguments.parts))
+        if not arguments.because:
+            parser.error("drop needs --because WHY")
+        sys.exit(drop(arguments.parts, arguments.because))
     for wrong in sorted(set(arguments.parts) - set(allowed)):
         parser.error(
             f"{arguments.what} has no part {wrong!r}; allowed: {', '.join(allowed) or 'none'}"

@@ -409,6 +409,12 @@ def sanitize(wanted: list[str], within: float, pattern: str | None) -> int:
             cases = listed
     for part in sorted(parts, key=lambda p: FIRST.index(p) if p in FIRST else len(FIRST)):
         tool, name = part.split(":")
+        if name == RINGS and not racecheck_options():
+            option = RACECHECK_OPTIONS[0]
+            commands[part] = f"compute-sanitizer --tool {tool} {option}"
+            lines = [f"this compute-sanitizer has no {option}, so it cannot follow rings"]
+            record(part, [{"exit": NOT_RUN, "seconds": 0.0, "summary": lines}])
+            continue
         if part in tables:
             own = cases
             if tool == "racecheck":

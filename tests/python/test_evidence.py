@@ -200,6 +200,19 @@ def test_a_whole_run_is_recorded_part_by_part(
     assert written[-1][-1]["summary"][-1] == "no GPU (1 processes)"
 
 
+def test_rings_need_a_tool_that_can_follow_them(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr(sanitizers, "write", lambda path, results, _: written.append(results))
+    monkeypatch.setattr(sanitizers, "racecheck_options", tuple)
+    program(machine, "op_kernels", "echo 'gemm_n64_rows3of8\t1\twide_gemm_kernel 128 512'")
+    assert sanitizers.sanitize(["racecheck:rings"], 60, None) == gpu_runs.NOT_RUN
+    (result,) = written[-1]
+    assert result["exit"] == gpu_runs.NOT_RUN
+    assert "has no --racecheck-indirect-barrier-dependency" in result["summary"][-1]
+
+
 def test_tests_refuse_to_run_without_the_cpu() -> None:
     command = [sys.executable, EVIDENCE, "test", "op_parity_test"]
     env = {**os.environ, DEVICE_ONLY: "1"}
@@ -301,16 +314,18 @@ def test_check_fails_on_a_failure_alone(recorded: Any, capsys: pytest.CaptureFix
         assert evidence.check() == 1
         out = capsys.readouterr().out
         assert f"  b: FAILED on 2026-01-02 with {words} sources\n    end of b\n" in out
-        assert "drop PART" in out
+        assert "drop --because WHY PART" in out
 
 
 def test_only_a_failure_can_be_dropped(recorded: Any, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(a=(0, "now"), b=(9, "old"))
-    assert evidence.drop(["a"]) == evidence.drop(["b", "c"]) == 2
+    assert evidence.drop(["a"], "x") == evidence.drop(["b", "c"], "x") == 2
     assert "'a' is no failure; allowed: b" in capsys.readouterr().out
     assert evidence.check() == 1
-    assert evidence.drop(["b"]) == 0
+    assert evidence.drop(["b"], "the tool") == 0
+    capsys.readouterr()
     assert evidence.check() == 0
+    assert "    failed with exit 9, dropped on " in capsys.readouterr().out
     entry = json.loads(evidence.TEST_FILE.read_text())["results"][1]
     assert entry["exit"] == gpu_runs.NOT_RUN
-    assert re.fullmatch(r"failed with exit 9; dropped on \S+: mended, .*", entry["summary"][0])
+    assert re.fullmatch(r"failed with exit 9, dropped on \S+: the tool", entry["summary"][0])
