@@ -286,12 +286,19 @@ class Pair:
                     to_best.append(own / max(best, of_plain))
                 warm = slice(1, None) if num > 1 else slice(0, None)
                 counts = engine.rounds[c][num - 1]["iterations"]
+                own_us, plain_us = (
+                    # A run may be too short for an iteration in which all sequences decode.
+                    f"{us:.0f} us" if us > 0 else "- us"
+                    for us in (
+                        statistics.median(one["iteration_us"] for one in e.rounds[c])
+                        for e in (engine, plain)
+                    )
+                )
                 print(
                     f"{self.name:24} {figure:7} c={c:<4}{engine.name:14} "
                     f"to plain {median_ratio(to_plain[warm])}, to the better "
                     f"{median_ratio(to_best[warm])}, cold {to_best[0]:.3f}, "
-                    f"{statistics.median(e['iteration_us'] for e in engine.rounds[c]):.0f} us "
-                    f"(plain {statistics.median(e['iteration_us'] for e in plain.rounds[c]):.0f}), "
+                    f"{own_us} (plain {plain_us}), "
                     f"iterations {counts}, {num} rounds",
                     flush=True,
                 )
