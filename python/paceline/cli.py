@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `paceline generate | chat | convert | serve | bench | doctor`.
 
@@ -134,6 +135,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answers a shell that asks for completions, and ends the process; else does nothing.
+
+    `eval "$(register-python-argcomplete paceline)"` makes a shell ask, which needs the extra
+    `completion`.
+    """
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
@@ -148,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = None
     try:
         try:
-            args = build_parser().parse_args(argv)
+            parser = build_parser()
+            _complete(parser)
+            args = parser.parse_args(argv)
         except SystemExit:  # after --help, --version or a usage error
             flush_output()
             raise

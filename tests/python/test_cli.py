@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,7 +116,10 @@ def test_generate(generate: list[str], llm: LLM, capsys: pytest.CaptureFixture[s
     expected = llm.generate(PROMPT, params)[0].outputs[0].text
     assert cli.main(generate) == 0
     streamed = capsys.readouterr()
-    assert "paceline: cpu memory in MiB: weights" in streamed.err
+    first = streamed.err.splitlines()[0]
+    assert re.fullmatch(
+        r"paceline: \S+ on the CPU, \w+ with 4 drafts an iteration, [\d,]+ MiB", first
+    ), first
     text, _, report = streamed.out.rpartition(f"\n{'-' * 50}\n")
     assert text == PROMPT + expected
     assert "64 tokens in" in report and "tokens/s" in report

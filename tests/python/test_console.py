@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline import cli, console
+from paceline import _core, cli, console
 from paceline.checks import shorten
 from time_limits import HANG_LIMIT_S
 
@@ -219,6 +219,62 @@ def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name, code in vars(console).items():
         if name.startswith("EXIT_") and isinstance(code, int):
             assert f"\n  {code} " in out, name
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (console.OutputError("full"), console.EXIT_FAILURE),
+        (_core.InternalError("bug"), console.EXIT_FAILURE),
+        (RuntimeError("ended"), console.EXIT_FAILURE),
+        (ValueError("k is 0"), console.EXIT_USAGE),
+        (NotImplementedError("suffix"), console.EXIT_USAGE),
+        (_core.ModelFileError("config.json"), console.EXIT_MODEL),
+        (FileNotFoundError(2, "no such file", "x"), console.EXIT_MODEL),
+        (_core.DeviceError("no GPU"), console.EXIT_DEVICE),
+        (MemoryError("pool"), console.EXIT_OUT_OF_MEMORY),
+        (BrokenPipeError(), console.EXIT_BROKEN_PIPE),
+        (KeyboardInterrupt(), console.EXIT_INTERRUPTED),
+        (console.Terminated(signal.SIGHUP), console.EXIT_HUNG_UP),
+        (console.Terminated(signal.SIGTERM), console.EXIT_TERMINATED),
+    ],
+)
+def test_every_error_has_an_exit_code_and_one_line(
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("paceline.llm.LLM", fail)
+    assert cli.main(["generate", "a"]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (code != console.EXIT_BROKEN_PIPE), lines
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("paceline gen", ["generate "]),
+        ("paceline generate --temp", ["--temperature "]),
+        ("paceline generate --color al", ["always "]),
+        ("paceline bench ", ["latency"]),
+    ],
+)
+def test_a_shell_completes(line: str, expected: list[str], tmp_path: Path) -> None:
+    answer = tmp_path / "answer"
+    asked = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    done = run(env=asked)
+    assert done.returncode == 0 and not done.stdout, done.stderr
+    assert set(expected) <= {*answer.read_text().split("\n")}, answer.read_text()
 
 
 # ---- arguments ---------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ def add_parser(commands: Any) -> None:
 def _run_generate(args: argparse.Namespace) -> int:
     from paceline.llm import LLM
     from paceline.logprobs import needed_max_logprobs
-    from paceline.memory import memory_plan
     from paceline.speculative_config import SpeculativeConfig
 
     show_text = not args.json
@@ -130,7 +129,7 @@ def _run_generate(args: argparse.Namespace) -> int:
         if args.compare:  # again: a model may bring its own drafter
             _check_comparable(llm.speculative_config, params)
         if show_progress:
-            tell(f"paceline: {memory_plan(llm.memory_report())}")
+            tell(f"paceline: {_first_line(args, llm)}")
         outputs = run(llm, args, prompts, params, is_shown=show_text)
         target, draft = llm.target, llm.draft
         configured = llm.capabilities()["configured"]
@@ -155,6 +154,21 @@ def _run_generate(args: argparse.Namespace) -> int:
         tell("paceline: error: speculative and plain decoding produced different tokens")
         return EXIT_SELF_CHECK
     return EXIT_OK
+
+
+def _first_line(args: argparse.Namespace, llm: LLM) -> str:
+    """Says what runs, where, how it drafts, and in how much memory."""
+    report = llm.memory_report()
+    parts = ("target_weight_bytes", "draft_weight_bytes", "kv_pool_bytes", "workspace_bytes",
+             "graph_bytes")  # fmt: skip
+    mib = sum(report[part] for part in parts) / 2**20
+    name = llm.target.path.name if args.model is not None else "a demo of the package"
+    config = llm.speculative_config
+    drafts = "no drafter"
+    if config is not None:
+        drafts = f"{config.method} with {config.num_speculative_tokens} drafts an iteration"
+    device = {"cpu": "the CPU", "cuda": "the GPU"}.get(report["device"], report["device"])
+    return f"{name} on {device}, {drafts}, {mib:,.0f} MiB"
 
 
 def _check_comparable(speculative: SpeculativeConfig | None, params: SamplingParams) -> None:

@@ -71,6 +71,11 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
     return lines
 
 
+def _total_rate(num_tokens: int, seconds: float) -> float | None:
+    """Tokens per second of several requests; None as in `measured_rate`."""
+    return num_tokens / seconds if seconds and num_tokens >= _LEAST_TOKENS else None
+
+
 def total_lines(outputs: Sequence[RequestOutput], plains: Sequence[RequestOutput]) -> list[str]:
     """Formats the metrics of several requests that were queued together.
 
@@ -84,7 +89,7 @@ def total_lines(outputs: Sequence[RequestOutput], plains: Sequence[RequestOutput
     num_tokens, seconds = _total(outputs)
     lines = [
         f"{len(outputs)} prompts, {num_tokens} tokens in {seconds:.3f} s: "
-        f"{_rate(num_tokens / seconds if seconds else None)}"
+        f"{_rate(_total_rate(num_tokens, seconds))}"
     ]
     speculative = [
         metrics
@@ -105,15 +110,15 @@ def total_lines(outputs: Sequence[RequestOutput], plains: Sequence[RequestOutput
             plain.outputs == output.outputs for output, plain in zip(outputs, plains, strict=True)
         )
         num_plain, plain_seconds = _total(plains)
-        plain_rate = num_plain / plain_seconds if plain_seconds else None
+        rate, plain_rate = _total_rate(num_tokens, seconds), _total_rate(num_plain, plain_seconds)
         same = (
             "the same outputs"
             if num_same == len(outputs)
             else f"DIFFERENT outputs for {len(outputs) - num_same} prompts"
         )
         speed = ""
-        if plain_rate and seconds:
-            ratio = num_tokens / seconds / plain_rate
+        if rate and plain_rate:
+            ratio = rate / plain_rate
             speed = f"; speculation is {ratio:.2f} times as fast"
         lines.append(f"plain decoding: {_rate(plain_rate)}, {same}{speed}")
     return lines
@@ -127,6 +132,10 @@ def _total(outputs: Sequence[RequestOutput]) -> tuple[int, float]:
 
 def _rate(tokens_per_second: float | None) -> str:
     return "- tokens/s" if tokens_per_second is None else f"{tokens_per_second:.1f} tokens/s"
+
+
+def _metrics(output: RequestOutput) -> dict[str, Any]:
+    return output.metrics.to_dict() | {"tokens_per_second": measured_rate(output.metrics)}
 
 
 def json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str, Any]:
@@ -153,15 +162,15 @@ def json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str,
         "prompt_token_ids": output.prompt_token_ids,
         **first,
         **prompt_logprobs_as_json(output),
-        "metrics": output.metrics.to_dict(),
+        "metrics": _metrics(output),
     }
     if others:
         report["others"] = others
     if plain is not None:
-        rate, plain_rate = output.metrics.tokens_per_second, plain.metrics.tokens_per_second
+        rate, plain_rate = measured_rate(output.metrics), measured_rate(plain.metrics)
         report["plain"] = {
             "is_same": plain.outputs == output.outputs,
-            "metrics": plain.metrics.to_dict(),
+            "metrics": _metrics(plain),
             "speedup": rate / plain_rate if rate and plain_rate else None,
         }
     return report
