@@ -109,42 +109,41 @@ def wait_until_up(server: RunningServer) -> None:
     wait_for(lambda: all(one["state"] == "up" for one in states()))
 
 
-def num_tokens(server: RunningServer) -> int:
-    """The output tokens of the requests that run."""
-    executor = executor_of(server)
-    with executor.lock:
-        requests = executor.ledger._requests.values()
-        return sum(len(one.tokens) for request in requests for one in request.samples)
+def num_tokens(executor: ReplicaSet, replica: Any) -> int:
+    """The output tokens of the samples that a replica runs."""
+    runs = [executor.ledger._runs[run] for run in replica.runs]
+    return sum(len(one.tokens) for run in runs for one in run.samples if one.run is run)
 
 
 def signal_busy_replica(server: RunningServer, number: int, after: int) -> int:
-    """Sends a signal to a replica that runs a request, once its requests have `after` tokens.
+    """Sends a signal to a replica, once the samples that it runs have `after` tokens, at least 1.
 
-    The replica is stopped first, and has the signal if it has a request then: it could end its
+    The replica is stopped first, and has the signal if it still runs some then: it could end its
     last one between the look and the signal.
 
     Returns:
         Its index.
     """
     executor = executor_of(server)
+
+    def is_busy(replica: Any) -> bool:
+        with executor.lock:
+            return num_tokens(executor, replica) >= max(after, 1)
+
     while True:
-        wait_for(lambda: num_tokens(server) >= after)
-        with executor.lock:
-            busy = next((replica for replica in executor._replicas if replica.runs), None)
-            if busy is None:
-                continue
-            assert busy.process is not None
-            process = busy.process.pid
+        wait_for(lambda: any(map(is_busy, executor._replicas)))
+        for replica in filter(is_busy, executor._replicas):
+            assert replica.process is not None
+            process = replica.process.pid
             os.kill(process, signal.SIGSTOP)
-        time.sleep(0.1)  # what it had sent is read
-        with executor.lock:
-            is_busy = bool(busy.runs)
-            if is_busy:
+            time.sleep(0.1)  # what it had sent is read
+            still_busy = is_busy(replica)
+            if still_busy:
                 os.kill(process, number)
-            if not is_busy or number not in (signal.SIGKILL, signal.SIGSTOP):
+            if not still_busy or number not in (signal.SIGKILL, signal.SIGSTOP):
                 os.kill(process, signal.SIGCONT)
-        if is_busy:
-            return busy.index
+            if still_busy:
+                return replica.index
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
