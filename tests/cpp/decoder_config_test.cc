@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "model/decoder_config.h"
+#include "model/weight_limit.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 
@@ -443,7 +444,7 @@ TEST(DecoderConfig, RefusesWeightsThatOverflowBytes) {
   std::string json = config.substr(0, config.find("\"ropes\"")) + "\"ropes\": [{\"inv_freq\": [" +
                      frequencies + "], \"scale\": 1}], \"layers\": [" + layers + "]}";
   json.replace(json.find("\"hidden_size\": 6"), 16, "\"hidden_size\": 1048576");
-  EXPECT_THAT(message_of<InvalidArgument>([&] { (void)parse_decoder_config(json); }),
+  EXPECT_THAT(message_of<InvalidArgument>([&] { check_weight_bytes(parse_decoder_config(json)); }),
               HasSubstr("decoder config: layers is a list of 4096, hidden_size is 1048576 and "
                         "vocab_size is 5: the weights take more than"));
 }
@@ -462,7 +463,7 @@ TEST(DecoderConfig, CountsEveryExpert) {
   const auto parse = [&](int num_layers) {
     std::string layers = layer;
     for (int i = 1; i < num_layers; ++i) layers += "," + layer;
-    (void)parse_decoder_config(config.substr(0, begin) + layers + "]}");
+    check_weight_bytes(parse_decoder_config(config.substr(0, begin) + layers + "]}"));
   };
   parse(5);  // of 3 * 2^56 bytes each as float32, and little more
   EXPECT_THAT(message_of<InvalidArgument>([&] { parse(6); }),

@@ -24,6 +24,7 @@
 #include "model/visit_weights.h"
 #include "model/weight_copy.h"
 #include "model/weight_layout.h"
+#include "model/weight_limit.h"
 #include "model/weight_scales.h"
 #include "ops/latent.h"
 
@@ -170,6 +171,7 @@ struct ModelBuilder::Impl {
           concat("weight_dtype is ", dtype_name(weight_dtype), "; allowed: float32, bfloat16"));
     }
     model->config = parse_decoder_config(config_json);
+    check_weight_bytes(model->config);
     check_device(model->config, device);
     DecoderWeights& weights = model->weights;
     weights.dtype = weight_dtype;

@@ -88,7 +88,7 @@ void Carver::close(bool has_rest, int64_t bytes) {
 
 void Carver::add(NamedWeight named, int64_t begin) {
   named.offset = named.packed ? region_ + begin : bytes_;
-  // No sum overflows: parse_decoder_config bounds the bytes of a whole model.
+  // No sum overflows: check_weight_bytes bounds those of a whole model.
   if (!named.packed) bytes_ += checked_mul(named.arena_elements(), dtype_bytes(named.dtype));
   named_weights_.push_back(std::move(named));
 }
