@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from paceline.checks import shorten
 
@@ -167,23 +167,6 @@ def print_usage_help(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     """
     tell(parser.format_help().rstrip())
     return EXIT_USAGE
-
-
-def progress_bar(total: int, what: str, unit: str, *, is_shown: bool) -> Any:
-    """Makes a progress bar with an ETA on standard error.
-
-    Args:
-        total: The number of steps.
-        what: What is being done, before the bar.
-        unit: What a step is.
-        is_shown: Whether to show it where standard error is a terminal; elsewhere it is not shown.
-
-    Returns:
-        A `tqdm`, which is a context manager.
-    """
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=what, unit=unit, disable=None if is_shown else True)
 
 
 def _lacks_character(text: str, error: UnicodeEncodeError) -> OutputError:

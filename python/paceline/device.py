@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from paceline import _core
 from paceline.config import DEVICES, check_device
+from paceline.progress import progress_bar
 
 CUBLASLT_VARIABLE: Final = "PACELINE_CUBLASLT"
 CUBLASLT_NAME: Final = "libcublasLt.so.13"
@@ -89,14 +90,7 @@ def capture_progress(*, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
     def report(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
-            from tqdm import tqdm
-
-            bar = tqdm(
-                total=total,
-                desc="Capturing graphs",
-                unit="graph",
-                disable=None if is_shown else True,
-            )
+            bar = progress_bar(total, "Capturing graphs", "graph", is_shown=is_shown)
         bar.update(done - bar.n)
 
     try:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Never, overload
@@ -16,6 +15,7 @@ from paceline.checks import check_bool, check_unknown
 from paceline.default_params import default_params
 from paceline.dispatcher import Dispatcher
 from paceline.outputs import RequestError, RequestOutput
+from paceline.progress import progress_bar
 from paceline.prompt_values import check_layers, score_prompt
 from paceline.prompts import Prompt, Prompts, encode, encode_chats, given_prompts
 from paceline.request import Request
@@ -377,8 +377,11 @@ def internals(llm: RunningLLM) -> Internals:
 
 
 def _progress_bar(total: int, *, is_shown: bool | None) -> Any:
-    from tqdm import tqdm
-
-    if is_shown is None:
-        is_shown = total > 1 and sys.stderr is not None and sys.stderr.isatty()
-    return tqdm(total=total, desc="Generating", unit="request", disable=not is_shown)
+    """None for `is_shown`: with several requests, on a terminal."""
+    return progress_bar(
+        total,
+        "Generating",
+        "request",
+        is_shown=total > 1 if is_shown is None else is_shown,
+        needs_terminal=is_shown is None,
+    )

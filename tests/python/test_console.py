@@ -212,6 +212,26 @@ with signals_as_errors():
 """
 
 
+NO_STDERR = """
+import sys
+sys.stderr = None
+from paceline import LLM, SamplingParams, cli
+from paceline.demo import find_demo
+demo = find_demo("draft_model")
+with LLM(str(demo.target), speculative_config=demo.speculative_config()) as llm:
+    llm.generate(["def a", "class B"], SamplingParams(max_tokens=4), use_tqdm=True)
+assert cli.main(["generate", "a", "--max-tokens", "2"]) == 0
+"""
+
+
+def test_a_process_without_standard_error_shows_no_bars() -> None:
+    """As under pythonw, or in a daemon that has closed it."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_STDERR], capture_output=True, text=True, timeout=HANG_LIMIT_S
+    )
+    assert done.returncode == 0 and "tokens/s" in done.stdout
+
+
 def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])

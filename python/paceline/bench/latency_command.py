@@ -45,8 +45,9 @@ from paceline.bench.report import (
 )
 from paceline.bench.tables import first_token_lines, length_lines, sequences, speedup_lines
 from paceline.bench.workload import Speculation, Workload
-from paceline.console import check_output, emit, progress_bar, tell
+from paceline.console import check_output, emit, tell
 from paceline.device import resolve_device
+from paceline.progress import progress_bar
 
 
 def run_latency(args: argparse.Namespace) -> int:

@@ -28,10 +28,10 @@ from paceline.console import (
     EXIT_SELF_CHECK,
     check_output,
     emit,
-    progress_bar,
     tell,
 )
 from paceline.limits import MAX_NUM_SEQS
+from paceline.progress import progress_bar
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

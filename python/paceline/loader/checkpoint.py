@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import _core
 from paceline.limits import MAX_STOP_TOKEN_IDS
+from paceline.progress import progress_bar
 
 from .binding import CURE, BoundTensor, bind
 from .drafters import Target
@@ -236,16 +237,9 @@ def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = T
         NotImplementedError: There is no such device.
         MemoryError: There is not enough memory for the weights.
     """
-    from tqdm import tqdm
-
     builder = _core.ModelBuilder(json.dumps(opened.config), opened.weight_dtype, device)
-    with tqdm(
-        total=opened.nbytes,
-        desc=f"Loading {model_name(opened.path)}",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
+    what = f"Loading {model_name(opened.path)}"
+    with progress_bar(opened.nbytes, what, "B", is_shown=progress, is_scaled=True) as bar:
         for tensor in opened.tensors:
             if opened.is_narrowed(tensor):
                 builder.put_array(tensor.spec.name, widened(tensor))

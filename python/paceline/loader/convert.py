@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.limits import MAX_SPECULATIVE_TOKENS
+from paceline.progress import progress_bar
 
 from .binding import BoundTensor
 from .block_kinds import block_subfolders, num_block_drafts, own_block_kind
@@ -263,19 +264,12 @@ def _write_folder(
     num_speculative_tokens: int,
     progress: bool,
 ) -> None:
-    from tqdm import tqdm
-
     contents: dict[str, Any] = {"format": FOLDER_FORMAT}
     parts: list[tuple[str, Checkpoint | DrafterCheckpoint]] = [("target", target)]
     if draft is not None:
         parts.append(("draft", draft))
-    with tqdm(
-        total=sum(checkpoint.nbytes for _, checkpoint in parts),
-        desc="Writing weights",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
+    total = sum(checkpoint.nbytes for _, checkpoint in parts)
+    with progress_bar(total, "Writing weights", "B", is_shown=progress, is_scaled=True) as bar:
         for role, checkpoint in parts:
             weights = f"{role}.safetensors"
             _write_weights(folder / weights, checkpoint, bar)

@@ -38,11 +38,11 @@ from paceline.console import (
     EXIT_OUT_OF_MEMORY,
     check_output,
     emit,
-    progress_bar,
     tell,
 )
 from paceline.device import resolve_device
 from paceline.loader import LoadedModel
+from paceline.progress import progress_bar
 from paceline.prompts import encode
 from paceline.tokenizer import model_tokenizer
 

@@ -34,8 +34,9 @@ from paceline.bench.serve.figures import (
 from paceline.bench.serve.load import Load, run_load
 from paceline.bench.serve.plot import draw
 from paceline.checks import check_finite, check_int, check_path, parse_json, shorten
-from paceline.console import EXIT_FAILURE, EXIT_OK, check_output, emit, progress_bar, tell
+from paceline.console import EXIT_FAILURE, EXIT_OK, check_output, emit, tell
 from paceline.limits import MAX_INT, MAX_SEED, MAX_TEMPERATURE
+from paceline.progress import progress_bar
 
 if TYPE_CHECKING:
     import aiohttp
