@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(kThreads)
   };
 
   if (warp == kWorkerWarps) {
-    // Block i makes the mix of row i. This warp reads what the others do before it arrives, which is
-    // about when they arrive, too, and computes while they wait for each other.
+    // Block i makes the mix of row i. This warp reads what the others do before it arrives, which
+    // is about when they arrive, too, and computes while they wait for each other.
     if (rank < rows && lane <= width) shared.totals[lane] = total_of(rank, lane);
     __syncwarp();
     cluster_arrive();

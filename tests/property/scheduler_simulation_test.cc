@@ -122,8 +122,9 @@ TEST(SchedulerSimulation, SeesAndShrinksPlantedFaults) {
        {SimulatedFault::kCompletesEarly, SimulatedFault::kDropsTableWrite,
         SimulatedFault::kDropsBlockCopy, SimulatedFault::kKeepsCancelled,
         SimulatedFault::kAppendsTwice, SimulatedFault::kAdvancesTooFar,
-        SimulatedFault::kIgnoresSalt, SimulatedFault::kNoLookahead, SimulatedFault::kCachesEnd, SimulatedFault::kCachesMissed,
-        SimulatedFault::kDropsMissed, SimulatedFault::kDropsPrompt, SimulatedFault::kForgetsLag}) {
+        SimulatedFault::kIgnoresSalt, SimulatedFault::kNoLookahead, SimulatedFault::kCachesEnd,
+        SimulatedFault::kCachesMissed, SimulatedFault::kDropsMissed, SimulatedFault::kDropsPrompt,
+        SimulatedFault::kForgetsLag}) {
     uint64_t seed = 1;
     while (seed < 200 && simulate(make_script(seed), fault).violation.empty()) ++seed;
     ASSERT_LT(seed, 200u) << "fault " << static_cast<int32_t>(fault) << " goes unseen";

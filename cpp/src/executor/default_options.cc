@@ -32,18 +32,17 @@ ExecutorOptions recommend(const ExecutorOptions& given, const Model& target, con
 }  // namespace
 
 bool has_indexer(const Model& model) {
-  return std::any_of(model.config.layers.begin(), model.config.layers.end(),
-                     [](const LayerConfig& layer) {
-                       const auto* const attention =
-                           std::get_if<CompressedAttention>(&layer.attention);
-                       return attention != nullptr && attention->indexer.has_value();
-                     });
+  return std::any_of(
+      model.config.layers.begin(), model.config.layers.end(), [](const LayerConfig& layer) {
+        const auto* const attention = std::get_if<CompressedAttention>(&layer.attention);
+        return attention != nullptr && attention->indexer.has_value();
+      });
 }
 
 int32_t longest_model_len(const Model& target, const Model* draft) {
-  const int32_t supported =
-      has_indexer(target) ? std::min(target.config.max_position, kLeastDefaultLen)
-                          : target.config.max_position;
+  const int32_t supported = has_indexer(target)
+                                ? std::min(target.config.max_position, kLeastDefaultLen)
+                                : target.config.max_position;
   // A draft head supports all positions of its target; its own max_position describes its training.
   if (draft == nullptr || draft->config.drafter) return supported;
   const int32_t least = std::min(supported, kLeastDefaultLen);

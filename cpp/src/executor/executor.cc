@@ -88,8 +88,9 @@ struct Executor::Impl {
     log_made(LogLevel::kInfo, [&] { return start_line(); });
     if (sizes.is_shortened) {
       log_made(LogLevel::kWarning, [&] {
-        return concat("max_model_len is ", options.max_model_len, " by default: ",
-                      sizes.model_len_rule, ". Set max_model_len to choose it yourself");
+        return concat("max_model_len is ", options.max_model_len,
+                      " by default: ", sizes.model_len_rule,
+                      ". Set max_model_len to choose it yourself");
       });
     }
   }

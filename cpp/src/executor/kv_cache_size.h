@@ -25,9 +25,9 @@ struct DeviceBytes {
 };
 
 // Like the public `default_kv_cache_size`, but takes layers instead of models, and options without
-// defaults (default_options.h). `shared_len`: the tokens of each of max_num_seqs sequences for which
-// there is room at a time; the pool has room for one of max_model_len tokens in any case. 0: that is
-// max_model_len, too, as it is with gpu_memory_utilization.
+// defaults (default_options.h). `shared_len`: the tokens of each of max_num_seqs sequences for
+// which there is room at a time; the pool has room for one of max_model_len tokens in any case. 0:
+// that is max_model_len, too, as it is with gpu_memory_utilization.
 [[nodiscard]] KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                                 std::span<const KvLayerShape> draft, DType dtype,
                                                 Device device, const ExecutorOptions& options,

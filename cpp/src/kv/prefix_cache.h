@@ -9,8 +9,8 @@
 // and the tokens are compared, so a collision cannot give the KV of other tokens. A node has the
 // block of each group that ends with its tokens.
 //
-// Each salt has a tree of its own: the nodes of depth 0 have the salt beside their tokens, and it is
-// compared like these. So sequences of different salts never share a node, nor a block.
+// Each salt has a tree of its own: the nodes of depth 0 have the salt beside their tokens, and it
+// is compared like these. So sequences of different salts never share a node, nor a block.
 //
 // With `lookahead` 1 the KV of the drafter at position i depends on token i + 1. The tokens of all
 // nodes are then shifted by one, and a first node has one more: the path to a node of depth d

@@ -278,10 +278,9 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     sequence.blocks.return_adopted(pool_);
     return false;
   }
-  most_slabs_ = std::max(
-      running_.empty() ? 0 : most_slabs_,
-      pool_.num_slabs_for(
-          most_blocks(options_, layout, std::max(sequence.limit, sequence.known_len()))));
+  most_slabs_ = std::max(running_.empty() ? 0 : most_slabs_,
+                         pool_.num_slabs_for(most_blocks(
+                             options_, layout, std::max(sequence.limit, sequence.known_len()))));
   pool_.keep_free_slabs(most_slabs_);
   sequence.seq_slot = free_seq_slots_.back();
   sequence.blocks.append_writes(sequence.seq_slot, plan.table_writes);
