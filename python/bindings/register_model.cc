@@ -10,8 +10,8 @@
 #include <paceline/dtype.h>
 
 #include "bindings.h"
-#include "model/decoder_config.h"
-#include "model/linear_costs.h"
+#include "model/description/decoder_config.h"
+#include "model/weights/linear_costs.h"
 
 namespace paceline::python {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "base/json.h"
 #include "bindings.h"
-#include "model/safetensors_file.h"
+#include "model/weights/safetensors_file.h"
 
 namespace paceline::python {
 

@@ -14,8 +14,8 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
-#include "executor/chunk_chooser.h"
 #include "support/tiny_models.h"
+#include "tuning/chunk_chooser.h"
 
 namespace paceline {
 namespace {

@@ -17,10 +17,10 @@
 #include <paceline/model.h>
 
 #include "base/check.h"
-#include "model/decoder_config.h"
-#include "model/linear_costs.h"
-#include "model/model_impl.h"
-#include "model/weight_layout.h"
+#include "model/description/decoder_config.h"
+#include "model/weights/linear_costs.h"
+#include "model/weights/model_impl.h"
+#include "model/weights/weight_layout.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 

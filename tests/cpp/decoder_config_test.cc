@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "model/decoder_config.h"
-#include "model/weight_limit.h"
+#include "model/description/decoder_config.h"
+#include "model/weights/weight_limit.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 

@@ -15,10 +15,10 @@
 #include <utility>
 #include <vector>
 
-#include "executor/draft_chooser.h"
-#include "executor/iteration_runner.h"
+#include "runner/iteration_runner.h"
 #include "support/scripted_drafts.h"
 #include "support/seed.h"
+#include "tuning/draft_chooser.h"
 
 namespace paceline {
 namespace {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "executor/draft_chooser.h"
 #include "support/scripted_drafts.h"
+#include "tuning/draft_chooser.h"
 
 namespace paceline {
 namespace {

@@ -25,7 +25,7 @@
 
 #include "base/check.h"
 #include "base/float_types.h"
-#include "model/model_impl.h"
+#include "model/weights/model_impl.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 #include "support/safetensors_writer.h"

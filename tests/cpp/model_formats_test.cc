@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/overloaded.h"
-#include "model/visit_weights.h"
+#include "model/weights/visit_weights.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 #include "support/format_tensors.h"

@@ -18,9 +18,9 @@
 #include <thread>
 #include <utility>
 
-#include "executor/cpu_runner.h"
-#include "executor/engine.h"
-#include "model/kv_shapes.h"
+#include "engine/engine.h"
+#include "model/description/kv_shapes.h"
+#include "runner/cpu_runner.h"
 #include "support/errors.h"
 #include "support/failing_allocations.h"
 #include "support/host_batch.h"

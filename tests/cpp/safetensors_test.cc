@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "model/safetensors_file.h"
+#include "model/weights/safetensors_file.h"
 #include "support/errors.h"
 #include "support/safetensors_writer.h"
 #include "support/seed.h"

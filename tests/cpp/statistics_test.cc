@@ -21,7 +21,7 @@
 #include <paceline/log.h>
 
 #include "cpp/engine_options.h"
-#include "executor/interval_log.h"
+#include "engine/interval_log.h"
 #include "support/errors.h"
 #include "support/tiny_models.h"
 

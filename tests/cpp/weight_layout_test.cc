@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "base/check.h"
-#include "model/linear.h"
-#include "model/linear_costs.h"
-#include "model/visit_weights.h"
-#include "model/weight_layout.h"
+#include "model/weights/linear.h"
+#include "model/weights/linear_costs.h"
+#include "model/weights/visit_weights.h"
+#include "model/weights/weight_layout.h"
 #include "support/described_model.h"
 #include "support/packed_weights.h"
 

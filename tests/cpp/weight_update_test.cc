@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "cpp/engine_options.h"
-#include "model/model_impl.h"
+#include "model/weights/model_impl.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 #include "support/raw_models.h"

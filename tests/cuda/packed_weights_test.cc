@@ -21,9 +21,9 @@
 
 #include "base/overloaded.h"
 #include "device/device_memory.h"
-#include "model/model_impl.h"
-#include "model/visit_weights.h"
-#include "model/weight_layout.h"
+#include "model/weights/model_impl.h"
+#include "model/weights/visit_weights.h"
+#include "model/weights/weight_layout.h"
 #include "support/described_model.h"
 #include "support/format_tensors.h"
 #include "support/gpu.h"

@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "device/program.h"
-#include "executor/cpu_runner.h"
 #include "ops/compressed.h"
+#include "runner/cpu_runner.h"
 #include "support/compressed_models.h"
 #include "support/invariance.h"
 #include "support/seed.h"

@@ -9,9 +9,9 @@
 #include <random>
 #include <set>
 
-#include "executor/cpu_runner.h"
-#include "executor/engine.h"
-#include "model/kv_shapes.h"
+#include "engine/engine.h"
+#include "model/description/kv_shapes.h"
+#include "runner/cpu_runner.h"
 #include "speculate/row_ops.h"
 #include "support/acceptance.h"
 #include "support/compressed_models.h"

@@ -13,7 +13,7 @@
 #include "graph/iteration.h"
 #include "metadata/metadata_rows.h"
 #include "metadata/pass_rows.h"
-#include "model/kv_shapes.h"
+#include "model/description/kv_shapes.h"
 #include "speculate/row_ops.h"
 #include "support/kv_layers.h"
 #include "support/seed.h"

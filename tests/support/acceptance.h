@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "executor/engine.h"
+#include "engine/engine.h"
 
 namespace paceline::testing {
 

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "batch/batch_builder.h"
-#include "executor/cpu_runner.h"
+#include "runner/cpu_runner.h"
 #ifdef PACELINE_CUDA
-#include "executor/cuda_runner.h"
+#include "runner/cuda_runner.h"
 #endif
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
-#include "model/kv_shapes.h"
+#include "model/description/kv_shapes.h"
 #include "support/kv_layers.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"

@@ -16,9 +16,9 @@
 #include <paceline/model.h>
 
 #include "base/float_types.h"
-#include "model/model_impl.h"
-#include "model/visit_weights.h"
-#include "model/weight_layout.h"
+#include "model/weights/model_impl.h"
+#include "model/weights/visit_weights.h"
+#include "model/weights/weight_layout.h"
 #include "support/described_model.h"
 
 namespace paceline::testing {

@@ -5,9 +5,9 @@
 #include <memory>
 #include <utility>
 
-#include "executor/cpu_runner.h"
-#include "executor/engine.h"
-#include "model/kv_shapes.h"
+#include "engine/engine.h"
+#include "model/description/kv_shapes.h"
+#include "runner/cpu_runner.h"
 #include "support/acceptance.h"
 #include "wire/batch_shape.h"
 

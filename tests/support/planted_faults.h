@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "device/program.h"
-#include "executor/cpu_runner.h"
+#include "runner/cpu_runner.h"
 #include "support/direct_runner.h"
 #include "support/invariance.h"
 #include "support/reference_model.h"

@@ -18,7 +18,7 @@
 #include <paceline/model.h>
 
 #include "base/overloaded.h"
-#include "model/decoder_config.h"
+#include "model/description/decoder_config.h"
 #include "support/mxfp4_weights.h"
 #include "support/tiny_models.h"
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/overloaded.h"
-#include "model/decoder_config.h"
+#include "model/description/decoder_config.h"
 #include "support/kv_layers.h"
 #include "support/raw_models.h"
 

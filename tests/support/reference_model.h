@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "model/decoder_config.h"
+#include "model/description/decoder_config.h"
 #include "support/raw_models.h"
 #include "support/reference_layers.h"
 

@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "executor/draft_chooser.h"
+#include "tuning/draft_chooser.h"
 
 namespace paceline {
 

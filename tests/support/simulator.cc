@@ -12,11 +12,11 @@
 
 #include "base/check.h"
 #include "batch/batch_builder.h"
-#include "executor/draft_schedule.h"
 #include "kv/slab_pool.h"
 #include "support/host_batch.h"
 #include "support/simulated_device.h"
 #include "support/simulation_checks.h"
+#include "tuning/draft_schedule.h"
 
 namespace paceline::testing {
 namespace {

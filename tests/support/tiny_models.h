@@ -17,8 +17,8 @@
 
 #include <paceline/model.h>
 
-#include "model/decoder_config.h"
-#include "model/model_impl.h"
+#include "model/description/decoder_config.h"
+#include "model/weights/model_impl.h"
 #include "support/mxfp4_weights.h"
 
 namespace paceline::testing {

@@ -11,7 +11,7 @@
 #include "base/check.h"
 #include "executor/default_sizes.h"
 #include "executor/option_limits.h"
-#include "model/model_impl.h"
+#include "model/weights/model_impl.h"
 
 namespace paceline {
 namespace {

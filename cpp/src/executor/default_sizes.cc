@@ -8,11 +8,11 @@
 #include "base/check.h"
 #include "device/host_bytes.h"
 #include "executor/default_options.h"
-#include "executor/dtypes.h"
 #include "executor/kv_cache_size.h"
 #include "executor/setup.h"
-#include "model/kv_shapes.h"
-#include "model/model_impl.h"
+#include "model/description/kv_shapes.h"
+#include "model/weights/model_impl.h"
+#include "runner/dtypes.h"
 #include "scheduler/scheduler.h"
 
 namespace paceline {

@@ -7,14 +7,14 @@
 #include "base/boundary.h"
 #include "base/check.h"
 #include "base/log.h"
+#include "engine/engine.h"
 #include "executor/default_options.h"
 #include "executor/default_sizes.h"
-#include "executor/engine.h"
 #include "executor/kv_cache_size.h"
 #include "executor/option_checks.h"
 #include "executor/setup.h"
 #include "kv/kv_layout.h"
-#include "model/model_impl.h"
+#include "model/weights/model_impl.h"
 
 namespace paceline {
 

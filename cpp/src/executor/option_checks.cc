@@ -7,7 +7,7 @@
 #include "base/check.h"
 #include "base/overloaded.h"
 #include "executor/option_limits.h"
-#include "model/model_impl.h"
+#include "model/weights/model_impl.h"
 #include "speculate/speculator.h"
 #include "wire/limits.h"
 

@@ -6,15 +6,15 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "executor/cpu_runner.h"
-#include "executor/dtypes.h"
+#include "runner/cpu_runner.h"
+#include "runner/dtypes.h"
 #ifdef PACELINE_CUDA
-#include "executor/cuda_runner.h"
+#include "runner/cuda_runner.h"
 #endif
-#include "executor/null_runner.h"
 #include "graph/iteration_ring.h"
-#include "model/kv_shapes.h"
-#include "model/model_impl.h"
+#include "model/description/kv_shapes.h"
+#include "model/weights/model_impl.h"
+#include "runner/null_runner.h"
 #include "sample/synthetic_rates.h"
 #include "speculate/speculator.h"
 #include "wire/limits.h"

@@ -8,9 +8,9 @@
 
 #include <paceline/executor.h>
 
-#include "executor/engine.h"
-#include "executor/runner.h"
+#include "engine/engine.h"
 #include "kv/kv_layout.h"
+#include "runner/runner.h"
 
 namespace paceline {
 

@@ -19,7 +19,7 @@
 #include "graph/rejection.h"
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
-#include "model/decoder.h"
+#include "model/forward/decoder.h"
 #include "sample/logprobs.h"
 #include "speculate/row_ops.h"
 #include "speculate/speculator.h"

@@ -6,7 +6,7 @@
 #include "device/cuda_context.h"
 #include "graph/iteration.h"
 #include "metadata/pass_rows.h"
-#include "model/block_drafter.h"
+#include "model/forward/block_drafter.h"
 #include "speculate/row_ops.h"
 
 namespace paceline {

@@ -6,7 +6,7 @@
 // start and is plain data afterwards. It knows neither memory nor sequences.
 //
 // A layer of compressed attention has up to three *stores*, each with a group of its own kind
-// (model/kv_shapes.h). Every store counts here as a layer.
+// (model/description/kv_shapes.h). Every store counts here as a layer.
 
 #include <algorithm>
 #include <cstdint>

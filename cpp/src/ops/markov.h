@@ -2,7 +2,7 @@
 #pragma once
 
 // The ops of a block drafter's heads, under the rules of ops.h. MarkovHead and ConfidenceHead
-// (model/decoder_config.h) have the equations and the names.
+// (model/description/decoder_config.h) have the equations and the names.
 
 #include <cstdint>
 

@@ -12,9 +12,9 @@
 #include <paceline/config.h>
 
 #include "metadata/pass_rows.h"
-#include "model/block_drafter.h"
-#include "model/decoder.h"
-#include "model/draft_head.h"
+#include "model/forward/block_drafter.h"
+#include "model/forward/decoder.h"
+#include "model/forward/draft_head.h"
 #include "wire/batch_shape.h"
 #include "wire/sequence_state.h"
 #include "wire/staged_inputs.h"

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The compressed attention of a layer: the ops of ops/compressed.h in their order.
+
+#include <cmath>
+#include <cstdint>
+#include <variant>
+
+#include "base/check.h"
+#include "device/cpu_context.h"
+#include "device/cuda_context.h"
+#include "model/forward/decoder.h"
+#include "model/forward/layer_ops.h"
+#include "ops/compressed.h"
+
+namespace paceline {
+namespace {
+
+// The stores of a layer (model/description/kv_shapes.h).
+constexpr int32_t kWindowStore = 0;
+constexpr int32_t kTailStore = 1;
+constexpr int32_t kEntryStore = 2;
+
+template <class Metadata>
+[[nodiscard]] const Metadata& metadata_of(const GroupMetadata& metadata) {
+  const auto* const own = std::get_if<Metadata>(&metadata);
+  PACELINE_CHECK(own != nullptr, "a store has metadata of another kind");
+  return *own;
+}
+
+// The indexer's keys, which follow the entries of a block.
+[[nodiscard]] KvLayerView keys_behind(const KvLayerView& entries, int32_t head_dim) {
+  KvLayerView keys = entries;
+  keys.k_offset += int64_t{entries.block_size} * head_dim * dtype_bytes(entries.dtype);
+  return keys;
+}
+
+}  // namespace
+
+LatentRope Decoder::compressed_rope(const CompressedAttention& attention,
+                                    const PassRows& rows) const {
+  return {.positions = rows.positions,
+          .cos = ropes_[attention.rope].cos,
+          .sin = ropes_[attention.rope].sin,
+          .position_offset = rope_offset_,
+          .is_interleaved = config().ropes[attention.rope].is_interleaved};
+}
+
+template <class Ctx>
+void Decoder::append_window(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                            std::span<const GroupMetadata> groups,
+                            const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const auto& a = std::get<CompressedAttention>(c.layers[layer].attention);
+  const auto& w = std::get<CompressedAttentionWeights>(weights().layers[layer].attention);
+  const DType dtype = activations.dtype;
+  const auto& window = metadata_of<SlidingMetadata>(groups[group_of(layer, kWindowStore)]);
+  project(ctx, row_count(rows), w.qkv_a,
+          {.x = input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
+  ctx.run(append_window_entries,
+          AppendWindowEntriesParams{.num_rows = rows.num_rows,
+                                    .max_rows = rows.capacity,
+                                    .qkv_a = activations.qkv,
+                                    .q_width = a.q_lora_rank,
+                                    .slot_mapping = window.slot_mapping,
+                                    .q_norm = w.q_norm,
+                                    .entry_norm = w.kv_norm,
+                                    .norm_weight_offset = c.norm_weight_offset,
+                                    .norm_eps = c.norm_eps,
+                                    .rope = compressed_rope(a, rows),
+                                    .entries = kv_of(layer, kWindowStore),
+                                    .head_dim = a.head_dim,
+                                    .rope_head_dim = a.rope_head_dim,
+                                    .dtype = dtype});
+}
+
+template <class Ctx>
+void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                                   std::span<const GroupMetadata> groups,
+                                   const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const auto& a = std::get<CompressedAttention>(c.layers[layer].attention);
+  const auto& w = std::get<CompressedAttentionWeights>(weights().layers[layer].attention);
+  const CompressedActivations& own = activations.compressed;
+  const DType dtype = activations.dtype;
+  const auto& window = metadata_of<SlidingMetadata>(groups[group_of(layer, kWindowStore)]);
+  const LatentRope rope = compressed_rope(a, rows);
+  const auto rotate = [&](void* x, int32_t num_heads, int32_t head_dim, bool has_norm,
+                          bool is_inverse) {
+    ctx.run(rotate_heads, RotateHeadsParams{.num_rows = rows.num_rows,
+                                            .max_rows = rows.capacity,
+                                            .x = x,
+                                            .has_norm = has_norm,
+                                            .norm_eps = c.norm_eps,
+                                            .rope = rope,
+                                            .is_inverse = is_inverse,
+                                            .num_heads = num_heads,
+                                            .head_dim = head_dim,
+                                            .rope_head_dim = a.rope_head_dim,
+                                            .dtype = dtype});
+  };
+
+  append_window(ctx, layer, input, rows, groups, activations);
+  const auto project_q = [&](const Linear& linear, void* y) {
+    project(ctx, row_count(rows), linear,
+            {.x = activations.qkv,
+             .x_stride = a.qkv_a_rows(),
+             .y = y,
+             .x_dtype = dtype,
+             .y_dtype = dtype});
+  };
+  project_q(w.q_b, own.q);
+  rotate(own.q, a.num_qo_heads, a.head_dim, /*has_norm=*/true, /*is_inverse=*/false);
+
+  CompressedAttentionParams params = {.num_rows = rows.num_rows,
+                                      .max_rows = rows.capacity,
+                                      .q = own.q,
+                                      .seq_slot = rows.seq_slot,
+                                      .window_begin = window.kv_begin,
+                                      .window_end = window.kv_end,
+                                      .window_table = window.table,
+                                      .window = kv_of(layer, kWindowStore),
+                                      .entry_end = nullptr,
+                                      .entry_table = {},
+                                      .entries = {},
+                                      .chosen = nullptr,
+                                      .num_chosen = nullptr,
+                                      .top_k = 0,
+                                      .scale = a.scale,
+                                      .sinks = w.sinks,
+                                      .y = activations.attention,
+                                      .num_heads = a.num_qo_heads,
+                                      .head_dim = a.head_dim,
+                                      .dtype = dtype,
+                                      .num_seqs = rows.num_seqs,
+                                      .row_indptr = rows.row_indptr,
+                                      .max_seqs = rows.max_seqs,
+                                      .max_rows_per_seq = rows.max_rows_per_seq};
+  if (a.compressor) {
+    const auto& tail = metadata_of<SlidingMetadata>(groups[group_of(layer, kTailStore)]);
+    const auto& entries = metadata_of<CompressedMetadata>(groups[group_of(layer, kEntryStore)]);
+    const KvLayerView entry_view = kv_of(layer, kEntryStore);
+    const KvLayerView key_view = keys_behind(entry_view, a.head_dim);
+    project(ctx, row_count(rows), w.compress,
+            {.x = input, .y = own.inputs, .x_dtype = dtype, .y_dtype = DType::kFloat32});
+    ctx.run(append_tail, AppendTailParams{.num_rows = rows.num_rows,
+                                          .max_rows = rows.capacity,
+                                          .x = own.inputs,
+                                          .x_stride = a.compress_rows(),
+                                          .slot_mapping = tail.slot_mapping,
+                                          .tail = kv_of(layer, kTailStore),
+                                          .width = a.tail_width()});
+    ctx.run(compress, CompressParams{.num_rows = rows.num_rows,
+                                     .max_rows = rows.capacity,
+                                     .positions = rows.positions,
+                                     .seq_slot = rows.seq_slot,
+                                     .entry_slots = entries.slot_mapping,
+                                     .tail = kv_of(layer, kTailStore),
+                                     .tail_table = tail.table,
+                                     .tail_width = a.tail_width(),
+                                     .tokens_per_entry = a.compressor->tokens_per_entry,
+                                     .overlaps = a.compressor->overlaps,
+                                     .compressors = {{.dim = a.head_dim,
+                                                      .tail_offset = 0,
+                                                      .position_bias = w.position_bias,
+                                                      .norm = w.entry_norm,
+                                                      .entries = entry_view},
+                                                     {.dim = a.indexer ? a.indexer->head_dim : 0,
+                                                      .tail_offset = 2 * a.entry_inputs(),
+                                                      .position_bias = w.index_position_bias,
+                                                      .norm = w.index_norm,
+                                                      .entries = key_view}},
+                                     .num_compressors = a.indexer ? 2 : 1,
+                                     .norm_weight_offset = c.norm_weight_offset,
+                                     .norm_eps = c.norm_eps,
+                                     .rope = rope,
+                                     .rope_head_dim = a.rope_head_dim});
+    params.entry_end = entries.entry_end;
+    params.entry_table = entries.table;
+    params.entries = entry_view;
+    if (a.indexer) {
+      const IndexerConfig& indexer = *a.indexer;
+      project_q(w.index_q, own.index_q);
+      rotate(own.index_q, indexer.num_heads, indexer.head_dim, /*has_norm=*/false,
+             /*is_inverse=*/false);
+      const auto heads = static_cast<float>(indexer.num_heads);
+      const auto head_dim = static_cast<float>(indexer.head_dim);
+      ctx.run(index_scores, IndexScoresParams{.num_rows = rows.num_rows,
+                                              .max_rows = rows.capacity,
+                                              .q = own.index_q,
+                                              .weights = own.inputs + a.tail_width(),
+                                              .weights_stride = a.compress_rows(),
+                                              .seq_slot = rows.seq_slot,
+                                              .entry_end = entries.entry_end,
+                                              .table = entries.table,
+                                              .keys = key_view,
+                                              .scale = 1.0f / std::sqrt(heads * head_dim),
+                                              .num_heads = indexer.num_heads,
+                                              .head_dim = indexer.head_dim,
+                                              .top_k = indexer.top_k,
+                                              .scores = own.scores,
+                                              .scores_stride = own.scores_stride,
+                                              .dtype = dtype,
+                                              .num_seqs = rows.num_seqs,
+                                              .row_indptr = rows.row_indptr,
+                                              .max_seqs = rows.max_seqs,
+                                              .max_rows_per_seq = rows.max_rows_per_seq});
+      ctx.run(choose_entries, ChooseEntriesParams{.num_rows = rows.num_rows,
+                                                  .max_rows = rows.capacity,
+                                                  .scores = own.scores,
+                                                  .scores_stride = own.scores_stride,
+                                                  .seq_slot = rows.seq_slot,
+                                                  .entry_end = entries.entry_end,
+                                                  .top_k = indexer.top_k,
+                                                  .chosen = own.chosen,
+                                                  .num_chosen = own.num_chosen});
+      params.chosen = own.chosen;
+      params.num_chosen = own.num_chosen;
+      params.top_k = indexer.top_k;
+    }
+  }
+  ctx.run(paceline::compressed_attention, params);
+  rotate(activations.attention, a.num_qo_heads, a.head_dim, /*has_norm=*/false,
+         /*is_inverse=*/true);
+  project(ctx, row_count(rows), w.o_a,
+          {.x = activations.attention, .y = own.groups, .x_dtype = dtype, .y_dtype = dtype});
+  project(ctx, row_count(rows), w.o_b,
+          {.x = own.groups, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype});
+}
+
+template void Decoder::append_window<CpuContext>(CpuContext&, int32_t, const void*, const PassRows&,
+                                                 std::span<const GroupMetadata>,
+                                                 const Activations&) const;
+template void Decoder::compressed_attention<CpuContext>(CpuContext&, int32_t, const void*,
+                                                        const PassRows&,
+                                                        std::span<const GroupMetadata>,
+                                                        const Activations&) const;
+#ifdef PACELINE_CUDA
+template void Decoder::append_window<CudaContext>(CudaContext&, int32_t, const void*,
+                                                  const PassRows&, std::span<const GroupMetadata>,
+                                                  const Activations&) const;
+template void Decoder::compressed_attention<CudaContext>(CudaContext&, int32_t, const void*,
+                                                         const PassRows&,
+                                                         std::span<const GroupMetadata>,
+                                                         const Activations&) const;
+#endif
+
+}  // namespace paceline

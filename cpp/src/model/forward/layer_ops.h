@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Op calls that Decoder and DraftHead both make, with the parameters that those calls share.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "metadata/pass_rows.h"
+#include "model/description/decoder_config.h"
+#include "model/weights/linear.h"
+#include "ops/ops.h"
+
+namespace paceline {
+
+// The rows of an op call: those of a pass, or those whose logits are computed.
+struct RowCount {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+};
+
+[[nodiscard]] inline RowCount row_count(const PassRows& rows) {
+  return {.num_rows = rows.num_rows, .max_rows = rows.capacity};
+}
+
+// The rows of a plain `qkv` that compute keys and values.
+[[nodiscard]] inline Linear key_value_rows(const Linear& qkv, const MultiHeadAttention& attention) {
+  Linear kv = qkv;
+  const int32_t q_rows = attention.num_qo_heads * attention.head_dim;
+  kv.weight.data += q_rows * kv.weight.row_bytes();
+  kv.weight.n -= q_rows;
+  if (kv.bias != nullptr) kv.bias += q_rows;
+  return kv;
+}
+
+// The operands of a product over contiguous rows.
+struct Projection {
+  const void* x;         // [max_rows, num_groups * k] x_dtype
+  int64_t x_stride = 0;  // elements between rows of x; 0: num_groups * k
+  void* y;               // [max_rows, n] y_dtype
+  DType x_dtype;
+  DType y_dtype;
+};
+
+// y = x W^T (+ bias).
+[[nodiscard]] inline GemmParams gemm_params(const RowCount& rows, const Linear& linear,
+                                            const Projection& p) {
+  const int64_t x_width = int64_t{linear.num_groups} * linear.weight.k;
+  return {.num_rows = rows.num_rows,
+          .max_rows = rows.max_rows,
+          .x = p.x,
+          .x_stride = p.x_stride > 0 ? p.x_stride : x_width,
+          .weight = linear.weight,
+          .bias = linear.bias,
+          .y = p.y,
+          .y_stride = linear.weight.n,
+          .x_dtype = p.x_dtype,
+          .y_dtype = p.y_dtype,
+          .num_groups = linear.num_groups};
+}
+template <class Ctx>
+void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p) {
+  ctx.run(gemm, gemm_params(rows, linear, p));
+}
+
+// y = rms_norm(x), with no residual.
+struct Norm {
+  const void* x;  // [max_rows, hidden] x_dtype, rows x_stride apart
+  int64_t x_stride;
+  const float* weight;  // [hidden]
+  void* y;              // [max_rows, hidden] y_dtype, rows y_stride apart
+  int64_t y_stride;
+  int32_t hidden;
+  DType x_dtype = DType::kFloat32;
+  DType y_dtype = DType::kFloat32;
+};
+
+template <class Ctx>
+void normalise(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, const Norm& n) {
+  ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
+                                  .max_rows = rows.max_rows,
+                                  .x = n.x,
+                                  .x_stride = n.x_stride,
+                                  .residual = nullptr,
+                                  .weight = n.weight,
+                                  .weight_offset = config.norm_weight_offset,
+                                  .eps = config.norm_eps,
+                                  .y = n.y,
+                                  .y_stride = n.y_stride,
+                                  .hidden = n.hidden,
+                                  .x_dtype = n.x_dtype,
+                                  .y_dtype = n.y_dtype});
+}
+
+// Applies the soft cap of the logits, if the model has one.
+template <class Ctx>
+void cap_logits(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, float* logits) {
+  if (!(config.logit_soft_cap > 0)) return;
+  ctx.run(soft_cap, SoftCapParams{.num_rows = rows.num_rows,
+                                  .max_rows = rows.max_rows,
+                                  .logits = logits,
+                                  .cap = config.logit_soft_cap,
+                                  .n = config.num_logits()});
+}
+
+}  // namespace paceline

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/weights/dummy_weights.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "base/check.h"
+#include "base/float_types.h"
+#include "base/philox.h"
+#include "model/weights/arena_target.h"
+#include "model/weights/weight_copy.h"
+
+namespace paceline {
+namespace {
+
+constexpr float kDummyStd = 0.02f;
+constexpr int64_t kQuantiles = 1 << 16;
+
+// The middle of each of 2^16 equally likely slices of a normal distribution. A draw is then a look
+// up by 16 random bits: no logarithm, no cosine, and a 27B model takes seconds.
+[[nodiscard]] std::vector<float> normal_quantiles(float std) {
+  std::vector<float> quantiles(kQuantiles);
+  const double norm = 1 / std::sqrt(2 * std::acos(-1.0));
+  double z = -4.5;  // left of the first
+  for (int64_t i = 0; i < kQuantiles / 2; ++i) {
+    const double p = (static_cast<double>(i) + 0.5) / kQuantiles;
+    // Newton's method from the slice before: the distribution function is convex here, so that
+    // every step after the first comes down to the root without passing it.
+    for (int step = 0; step < 8; ++step) {
+      z -= (0.5 * std::erfc(-z / std::sqrt(2.0)) - p) / (norm * std::exp(-z * z / 2));
+    }
+    quantiles[i] = static_cast<float>(z) * std;
+    quantiles[kQuantiles - 1 - i] = -quantiles[i];
+  }
+  return quantiles;
+}
+
+// The scale of dummy fp8 weights: no power of two, as in checkpoints, and 448 times it is beyond
+// all quantiles.
+constexpr float kFp8Scale = 0.0002f;
+constexpr float kExactFp8Scale = 0x1p-12f;  // 0.00024, where scales are powers of two
+constexpr uint8_t kMxfp4Scale = 127 - 6;    // 2^-6: the elements are up to 6 * 2^-6 = 0.094
+
+// The element of a format with this many magnitudes, below the sign bit, that is nearest to
+// `value`.
+[[nodiscard]] uint8_t nearest_element(float value, int num_magnitudes, float (*decode)(uint8_t)) {
+  int nearest = 0;
+  for (int i = 1; i < num_magnitudes; ++i) {
+    const auto distance = [&](int bits) {
+      return std::fabs(decode(static_cast<uint8_t>(bits)) - std::fabs(value));
+    };
+    if (distance(i) < distance(nearest)) nearest = i;
+  }
+  return static_cast<uint8_t>(std::signbit(value) ? nearest + num_magnitudes : nearest);
+}
+
+// A table of bytes of weights that are about as the quantiles.
+[[nodiscard]] std::vector<uint8_t> fp8_quantiles(const std::vector<float>& quantiles) {
+  std::vector<uint8_t> bytes(quantiles.size());
+  std::transform(quantiles.begin(), quantiles.end(), bytes.begin(), [](float value) {
+    constexpr int kMagnitudes = 0x7f;  // without NaN
+    const uint8_t element = nearest_element(value / kFp8Scale, kMagnitudes, e4m3_to_float);
+    return element < kMagnitudes ? element : static_cast<uint8_t>(element - kMagnitudes + 0x80);
+  });
+  return bytes;
+}
+
+// A byte has two elements, each of which depends on eight of the sixteen bits that select it.
+[[nodiscard]] std::vector<uint8_t> mxfp4_quantiles(const std::vector<float>& quantiles) {
+  std::vector<uint8_t> bytes(quantiles.size());
+  const auto element = [&](size_t slice) {
+    const float value = quantiles[slice * 256 + 128];
+    return nearest_element(value / e8m0_to_float(kMxfp4Scale), /*num_magnitudes=*/8, e2m1_to_float);
+  };
+  std::array<uint8_t, 256> elements;
+  for (size_t slice = 0; slice < elements.size(); ++slice) elements[slice] = element(slice);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = static_cast<uint8_t>(elements[i % 256] | elements[i / 256] << 4);
+  }
+  return bytes;
+}
+
+// Elements are a function of (seed, salt, index) alone, so any split over threads gives the same.
+template <class Value>
+void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed, uint32_t salt,
+          int64_t elements, std::byte* out) {
+  constexpr int64_t kPerBlock = 8;  // 128 random bits
+  const int64_t num_blocks = (elements + kPerBlock - 1) / kPerBlock;
+  for_rows(ctx, num_blocks, kPerBlock, [&](int64_t block) {
+    const NoiseKey key = {.seed = seed,
+                          .stream = NoiseStream::kSynthetic,
+                          .position = static_cast<uint32_t>(block >> 32),
+                          .salt = salt};
+    std::array<Value, kPerBlock> values;
+    size_t at = 0;
+    for (uint32_t word : philox(key, static_cast<uint32_t>(block))) {
+      values[at++] = quantiles[word & 0xffffu];
+      values[at++] = quantiles[word >> 16];
+    }
+    const int64_t begin = block * kPerBlock;
+    std::memcpy(out + begin * static_cast<int64_t>(sizeof(Value)), values.data(),
+                static_cast<size_t>(std::min(kPerBlock, elements - begin)) * sizeof(Value));
+  });
+}
+
+template <class Value>
+void fill(Value value, int64_t elements, std::byte* out, DeviceMemory& memory) {
+  const std::vector<Value> values(static_cast<size_t>(elements), value);
+  memory.upload(out, values.data(), elements * static_cast<int64_t>(sizeof(value)));
+}
+
+template <class IdOf>
+void fill_ids(const NamedWeight& named, std::byte* out, DeviceMemory& memory, const IdOf& id_of) {
+  std::vector<int32_t> ids(static_cast<size_t>(named.elements()));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<int32_t>(id_of(static_cast<int64_t>(i)));
+  }
+  memory.upload(out, ids.data(), named.elements() * 4);
+}
+
+// Draws the elements of a weight from quantiles in its dtype.
+template <class Value>
+void draw_weight(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed,
+                 uint32_t salt, const NamedWeight& named, const DeviceBuffer& arena) {
+  const ArenaTarget target(named, arena);
+  DeviceMemory& memory = arena.memory();
+  const int64_t elements = named.elements();
+  if (memory.is_host_memory()) {
+    return draw(ctx, quantiles, seed, salt, elements, target.at(0));
+  }
+  const DeviceBuffer table(memory, std::ssize(quantiles) * dtype_bytes(named.dtype), "quantiles");
+  memory.upload(table.data(), quantiles.data(), table.bytes());
+  const int64_t most = target.is_packed() ? target.elements_in(memory.scratch().size()) : elements;
+  for (int64_t first = 0; first < elements; first += most) {
+    const int64_t count = std::min(most, elements - first);
+    target.write(first, count, [&](std::byte* to) {
+      memory.fill_from_quantiles(to, first, count, named.dtype, seed, salt, table.data());
+    });
+  }
+}
+
+// Gives all scales of an mxfp4 weight the same value.
+void fill_mxfp4_scales(const CpuContext& ctx, uint8_t value, const NamedWeight& named,
+                       const DeviceBuffer& arena) {
+  const std::vector<uint8_t> scales(static_cast<size_t>(named.elements()), value);
+  const int64_t cols = named.dims().back();
+  const SourceTensor source = {.matrix = {.data = reinterpret_cast<const std::byte*>(scales.data()),
+                                          .rows = named.elements() / cols,
+                                          .cols = cols,
+                                          .row_stride = cols,
+                                          .col_stride = 1}};
+  copy_weight(ctx, source, named.dtype, named, arena);
+}
+
+}  // namespace
+
+void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
+                        std::vector<NamedWeight>& named_weights, const Model& model) {
+  const std::vector<float> quantiles = normal_quantiles(kDummyStd);
+  std::vector<uint16_t> bf16_quantiles(quantiles.size());
+  std::transform(quantiles.begin(), quantiles.end(), bf16_quantiles.begin(), float_to_bf16);
+  // Tables of bytes, made for the first weight that needs one.
+  std::vector<uint8_t> fp8_bytes;
+  std::vector<uint8_t> mxfp4_bytes;
+  const DeviceBuffer& arena = model.weights.arena;
+  const auto fill_matrix = [&](NamedWeight& named, uint32_t salt, std::byte* out) {
+    const auto draw_from = [&](const auto& table) {
+      draw_weight(ctx, table, seed, salt, named, arena);
+    };
+    switch (named.kind) {
+      case WeightKind::kIds:
+        PACELINE_CHECK(false, "ids are no matrix");
+      case WeightKind::kNumbers:
+      case WeightKind::kTransposed:
+        return named.dtype == DType::kBFloat16 ? draw_from(bf16_quantiles) : draw_from(quantiles);
+      case WeightKind::kCodes:
+        if (named.dtype == DType::kUInt8) {
+          if (mxfp4_bytes.empty()) mxfp4_bytes = mxfp4_quantiles(quantiles);
+          return draw_from(mxfp4_bytes);
+        }
+        if (fp8_bytes.empty()) fp8_bytes = fp8_quantiles(quantiles);
+        return draw_from(fp8_bytes);
+      case WeightKind::kMxfp4Scales:
+        return fill_mxfp4_scales(ctx, kMxfp4Scale, named, arena);
+      case WeightKind::kFp8Scales:
+        named.has_exact_scales = named.needs_exact_scales;
+        return fill(named.needs_exact_scales ? kExactFp8Scale : kFp8Scale, named.arena_elements(),
+                    out, arena.memory());
+    }
+  };
+  for (size_t i = 0; i < named_weights.size(); ++i) {
+    NamedWeight& named = named_weights[i];
+    if (named.is_filled || named.is_optional) continue;
+    std::byte* out = arena.data() + named.offset;
+    DeviceMemory& memory = arena.memory();
+    const auto salt = static_cast<uint32_t>(i);
+    switch (named.dummy) {
+      case DummyKind::kNormal:
+        fill_matrix(named, salt, out);
+        break;
+      case DummyKind::kNeutralNorm:
+        fill(1.0f - model.config.norm_weight_offset, named.elements(), out, memory);
+        break;
+      case DummyKind::kOne:
+        fill(1.0f, named.elements(), out, memory);
+        break;
+      case DummyKind::kZero:
+        fill(0.0f, named.elements(), out, memory);
+        break;
+      case DummyKind::kSpreadIds:
+        fill_ids(named, out, memory,
+                 [&](int64_t index) { return index * model.config.vocab_size / named.elements(); });
+        break;
+      case DummyKind::kCycledIds:
+        fill_ids(named, out, memory, [&](int64_t index) { return index % named.num_experts; });
+        break;
+    }
+    named.is_filled = true;
+  }
+}
+
+}  // namespace paceline

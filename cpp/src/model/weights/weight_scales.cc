@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/weights/weight_scales.h"
+
+#include <paceline/error.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "base/check.h"
+#include "base/float_types.h"
+#include "base/json.h"
+
+namespace paceline {
+namespace {
+
+// "[3, 17, 2]" of element `index`.
+[[nodiscard]] std::string index_text(std::span<const int64_t> dims, int64_t index) {
+  std::string text;
+  for (size_t axis = dims.size(); axis-- > 0;) {
+    text = concat(axis == 0 ? "[" : ", ", index % dims[axis], text);
+    index /= dims[axis];
+  }
+  return text + "]";
+}
+
+constexpr std::byte kNanScale{0xff};
+
+[[noreturn]] void refuse_mxfp4_scale(const NamedWeight& named, int64_t index) {
+  throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index),
+                               " is 255, which is NaN; allowed: 0 to 254"));
+}
+
+}  // namespace
+
+void check_mxfp4_scales(const NamedWeight& named, int64_t first,
+                        std::span<const std::byte> scales) {
+  const void* const found = std::memchr(scales.data(), 0xff, scales.size());
+  if (found == nullptr) return;
+  refuse_mxfp4_scale(named, first + (static_cast<const std::byte*>(found) - scales.data()));
+}
+
+void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source) {
+  const auto span_of = [](const std::byte* data, int64_t count) {
+    return std::span(data, static_cast<size_t>(count));
+  };
+  if (source.col_stride == 1 && source.row_stride == source.cols) {
+    return check_mxfp4_scales(named, first, span_of(source.data, source.rows * source.cols));
+  }
+  for (int64_t row = 0; row < source.rows; ++row, first += source.cols) {
+    const std::byte* const scales = source.data + row * source.row_stride;
+    if (source.col_stride == 1) {
+      check_mxfp4_scales(named, first, span_of(scales, source.cols));
+      continue;
+    }
+    for (int64_t col = 0; col < source.cols; ++col) {
+      if (scales[col * source.col_stride] == kNanScale) {
+        refuse_mxfp4_scale(named, first + col);
+      }
+    }
+  }
+}
+
+std::vector<float> read_fp8_scales(const NamedWeight& named, const SourceMatrix& source,
+                                   DType dtype) {
+  const int64_t width = named.scale_cols();
+  std::vector<float> scales(static_cast<size_t>(named.arena_elements()));
+  for (int64_t index = 0; index < source.rows * source.cols; ++index) {
+    const int64_t offset =
+        index / source.cols * source.row_stride + index % source.cols * source.col_stride;
+    const std::byte* const from = source.data + offset * dtype_bytes(dtype);
+    float scale = 0;
+    if (dtype == DType::kFloat32) {
+      std::memcpy(&scale, from, sizeof(scale));
+    } else if (dtype == DType::kUInt8) {  // e8m0, where 255 is NaN
+      scale = e8m0_to_float(static_cast<uint8_t>(*from));
+    } else {
+      PACELINE_CHECK(dtype == DType::kBFloat16, dtype_name(dtype));
+      uint16_t bits = 0;
+      std::memcpy(&bits, from, sizeof(bits));
+      scale = bf16_to_float(bits);
+    }
+    if (!std::isfinite(scale)) {
+      throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ",
+                                   scale, "; allowed: finite scales"));
+    }
+    if (named.needs_exact_scales && !are_exact_scales({&scale, 1})) {
+      throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ",
+                                   scale, "; allowed: powers of two from 2^-117 to 2^119"));
+    }
+    const int64_t first_row = index / width * named.repeats;
+    const int64_t last_row = std::min(first_row + named.repeats, named.arena_rows);
+    for (int64_t row = first_row; row < last_row; ++row) {
+      scales[static_cast<size_t>(row * width + index % width)] = scale;
+    }
+  }
+  return scales;
+}
+
+bool are_exact_scales(std::span<const float> scales) {
+  // The smallest element is 2^-9 and the largest 448, below 2^9.
+  constexpr int kMinExponent = -126 + 9;
+  constexpr int kMaxExponent = 127 - 8;
+  return std::ranges::all_of(scales, [](float scale) {
+    const auto bits = std::bit_cast<uint32_t>(scale);
+    const int exponent = static_cast<int>(bits >> 23) - 127;  // of a positive number
+    return bits << 9 == 0 && exponent >= kMinExponent && exponent <= kMaxExponent;
+  });
+}
+
+}  // namespace paceline

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The weights of one decoder in one arena, in the form that the forward pass reads: q, k and v rows
+// in one matrix, gate and up rows in one matrix, norms and biases in float32. Once finished,
+// only update_models writes to it.
+
+#include <cstddef>
+#include <cstdint>
+#include <variant>
+#include <vector>
+
+#include <paceline/dtype.h>
+
+#include "device/device_memory.h"
+#include "model/description/decoder_config.h"
+#include "model/weights/linear.h"
+
+namespace paceline {
+
+struct DenseMlpWeights {
+  Linear gate_up;  // gate rows, then up rows
+  Linear down;
+};
+
+struct MoeMlpWeights {
+  Linear router;                           // to the experts' logits
+  const float* correction = nullptr;       // [num_experts], of router rules with scores; or null
+  const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
+  ExpertLinears gate_up;  // gate rows, then up rows; or in turn (MoeMlp::is_interleaved)
+  ExpertLinears down;
+  // Absent without MoeMlp::shared. With MoeMlp::joins_shared they are matrix num_experts of gate_up
+  // and down, too.
+  DenseMlpWeights shared;
+};
+
+struct MultiHeadAttentionWeights {
+  Linear qkv;                     // q rows, k rows, v rows
+  const float* q_norm = nullptr;  // [head_dim], or null
+  const float* k_norm = nullptr;  // [head_dim], or null; always null in a reader
+  const float* sinks = nullptr;   // [num_qo_heads], or null
+  Linear o;
+};
+
+struct LatentAttentionWeights {
+  Linear qkv_a;                      // q_a rows (or q rows), then kv_a rows
+  const float* q_a_norm = nullptr;   // [q_lora_rank], or null
+  Linear q_b;                        // absent without a q_lora_rank
+  const float* kv_a_norm = nullptr;  // [kv_lora_rank]
+  Linear kv_b;  // the rows of K_h and then those of V_h, head by head; the ops on heads read it
+  Linear o;
+};
+
+struct CompressedAttentionWeights {
+  Linear qkv_a;                    // q_a rows, then kv rows
+  const float* q_norm = nullptr;   // [q_lora_rank]
+  const float* kv_norm = nullptr;  // [head_dim]
+  Linear q_b;
+  const float* sinks = nullptr;  // [num_qo_heads]
+  Linear o_a;                    // a product with o_groups groups
+  Linear o_b;
+  // With a compressor, else absent. The rows of `compress` are values and gates for entries, those
+  // for the indexer's, and the weights of the indexer's heads.
+  Linear compress;
+  const float* position_bias = nullptr;  // [tokens_per_entry, entry_inputs]
+  const float* entry_norm = nullptr;     // [head_dim]
+  // With an indexer, else absent.
+  Linear index_q;
+  const float* index_position_bias = nullptr;  // [tokens_per_entry, index_inputs]
+  const float* index_norm = nullptr;           // [IndexerConfig::head_dim]
+};
+
+// What MixStreamsParams reads; null with one residual stream.
+struct StreamMixWeights {
+  const float* weight = nullptr;
+  const float* base = nullptr;
+  const float* scale = nullptr;
+};
+
+// All pointers are 64 B aligned and point into DecoderWeights::arena. visit_weights.h has the
+// shapes of the matrices.
+struct LayerWeights {
+  const float* attn_norm = nullptr;  // [hidden], or null in some draft heads
+  // Of the kind of LayerConfig::attention.
+  std::variant<MultiHeadAttentionWeights, LatentAttentionWeights, CompressedAttentionWeights>
+      attention;
+  const float* attn_post_norm = nullptr;             // [hidden], or null
+  const float* mlp_norm = nullptr;                   // [hidden]
+  std::variant<DenseMlpWeights, MoeMlpWeights> mlp;  // of the kind of LayerConfig::mlp
+  const float* mlp_post_norm = nullptr;              // [hidden], or null
+  // In models with per-layer inputs, else absent.
+  Linear per_layer_gate;
+  Linear per_layer_proj;
+  const float* per_layer_norm = nullptr;  // [hidden]
+  const float* scale = nullptr;           // [1] scale of the residual stream, or null
+  StreamMixWeights attn_mix;
+  StreamMixWeights mlp_mix;
+};
+
+// The weights of a draft head (DrafterConfig) besides its layers.
+struct DraftHeadWeights {
+  Linear fc;
+  Linear fc_hidden;                      // MTP with several residual streams, else absent
+  Linear feedback;                       // to the target's width; absent but in Gemma 4 MTP
+  const float* fc_input_norm = nullptr;  // [fc_width], or null
+  std::vector<const float*> fc_norms;    // norms [target_hidden] of parts of fc's input, or empty
+  const float* hidden_norm = nullptr;    // [hidden], or null
+  // [draft_vocab_size] target token of each row of the lm_head; null: row and token are equal.
+  const int32_t* draft_to_target = nullptr;
+  // With a Markov head, else absent: W1 [vocab_size, markov_rank] and W2; and Wg or Wz of those
+  // that have it.
+  const std::byte* markov_table = nullptr;
+  Linear markov;
+  Linear markov_mix;
+  // With a confidence head, else null: [BlockConfig::confidence_inputs] and, with a bias, [1].
+  const float* confidence = nullptr;
+  const float* confidence_bias = nullptr;
+  // With centroids, else absent.
+  Linear centroids;
+  const int32_t* token_ordering = nullptr;  // [draft_vocab_size] tokens in order of clusters
+};
+
+struct DecoderWeights {
+  DType dtype = DType::kFloat32;  // dtype of the matrices
+  DeviceBuffer arena;
+  // [vocab_size, hidden]; null in a draft head that uses the target's.
+  const std::byte* embed = nullptr;
+  Linear lm_head;  // over `embed` when tied; absent in a draft head that uses the target's
+  const float* final_norm = nullptr;  // [hidden], or null in some draft heads
+  StreamMixWeights end_mix;
+  // In models with per-layer inputs, else absent; width = layers * per_layer_inputs.size.
+  const std::byte* per_layer_embed = nullptr;  // [per_layer_inputs.vocab_size, width]
+  Linear per_layer_proj;                       // to `width`
+  const float* per_layer_norm = nullptr;       // [per_layer_inputs.size]
+  std::vector<LayerWeights> layers;
+  DraftHeadWeights head;
+};
+
+}  // namespace paceline
