@@ -71,8 +71,8 @@ TEST(DecoderConfig, ReadsOptionalKeys) {
   EXPECT_EQ(plain.per_layer_inputs.size, 0);
   const auto& owner = std::get<MultiHeadAttention>(plain.layers[0].attention);
   EXPECT_EQ(owner.kv_source, -1);
-  EXPECT_EQ(kv_inputs(owner), KvInputs::kKeysAndValues);
-  EXPECT_EQ(qkv_rows(owner), 32);
+  EXPECT_EQ(owner.kv_inputs(), KvInputs::kKeysAndValues);
+  EXPECT_EQ(owner.projected_width(), 32);
 
   const DecoderConfig config = parse_decoder_config(shared_config());
   EXPECT_TRUE(config.has_layer_scale);
@@ -85,12 +85,12 @@ TEST(DecoderConfig, ReadsOptionalKeys) {
   ASSERT_THAT(config.layers, SizeIs(3));
   const auto& full = std::get<MultiHeadAttention>(config.layers[0].attention);
   EXPECT_TRUE(full.has_v_norm && full.k_eq_v);
-  EXPECT_EQ(kv_inputs(full), KvInputs::kKeys);
-  EXPECT_EQ(qkv_rows(full), 24);
+  EXPECT_EQ(full.kv_inputs(), KvInputs::kKeys);
+  EXPECT_EQ(full.projected_width(), 24);
   const auto& reader = std::get<MultiHeadAttention>(config.layers[2].attention);
   EXPECT_EQ(reader.kv_source, 1);
-  EXPECT_EQ(kv_inputs(reader), KvInputs::kNone);
-  EXPECT_EQ(qkv_rows(reader), 4);
+  EXPECT_EQ(reader.kv_inputs(), KvInputs::kNone);
+  EXPECT_EQ(reader.projected_width(), 4);
 }
 
 TEST(DecoderConfig, ReadsMixturesAndFormats) {

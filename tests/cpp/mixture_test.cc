@@ -347,14 +347,14 @@ TEST(Mixture, HasActivationsForEveryPlace) {
   constexpr int64_t kMaxTokens = 100;
   widths.merge(parse_decoder_config(description("", "")), kMaxTokens);
   EXPECT_EQ(widths.gate_up, 2 * kIntermediate);
-  EXPECT_EQ(widths.top_k, 0);
+  EXPECT_EQ(std::get<MoeWidths>(widths.kinds).top_k, 0);
   // Both models of an engine use the same buffers.
   widths.merge(parse_decoder_config(description(mixture(6, 3), "")), kMaxTokens);
   widths.merge(parse_decoder_config(description(mixture(8, 2), "")), kMaxTokens);
   EXPECT_EQ(widths.gate_up, 3 * 2 * kIntermediate);
-  EXPECT_EQ(widths.expert_output, 3 * kHidden);
-  EXPECT_EQ(widths.num_experts, 8);
-  EXPECT_EQ(widths.top_k, 3);
+  EXPECT_EQ(std::get<MoeWidths>(widths.kinds).expert_output, 3 * kHidden);
+  EXPECT_EQ(std::get<MoeWidths>(widths.kinds).num_experts, 8);
+  EXPECT_EQ(std::get<MoeWidths>(widths.kinds).top_k, 3);
   // A shared expert is computed in the buffers of the others.
   ActivationWidths with_shared;
   with_shared.merge(parse_decoder_config(description(

@@ -34,8 +34,32 @@ def documented_rooms() -> dict[str, str]:
     return dict(re.findall(r"^\| `([\w/]+)/` \| (shared|host|device|both) \|", text, re.MULTILINE))
 
 
+#: A kind of layer has a folder in model/layers/, whose files belong to these rooms.
+KIND_ROOMS = {
+    "config": "model/description",
+    "weights": "model/weights",
+    "layer": "model/forward",
+}
+#: Kinds that are made of another one.
+KINDS_OF_KINDS = {"moe": "dense"}
+#: Where kinds are named outside of their folders: one list at each of the three floors.
+KIND_LISTS = {
+    "model/description/layer_config.h",
+    "model/weights/weights.h",
+    "model/forward/activations.h",
+}
+
+
+def kind_of(path: str) -> str:
+    """The kind of layer that a path below cpp/src belongs to; "" if to none."""
+    found = re.match(r"model/layers/(\w+)/", path)
+    return found[1] if found else ""
+
+
 def room_of(path: str) -> str:
     """The room of a path below cpp/src or cuda."""
+    if kind_of(path):
+        return KIND_ROOMS[Path(path).stem]
     first, *others = path.split("/")[:-1]
     return "/".join([CUDA_ROOMS.get(first, first), *others])
 
@@ -49,6 +73,12 @@ def may_include(room: str, included: str, columns: dict[str, str]) -> bool:
     return not crosses
 
 
+def may_name(path: str, kind: str) -> bool:
+    """Whether a file may include a header of a kind of layer; "" is no kind."""
+    own = kind_of(path)
+    return kind in ("", own, KINDS_OF_KINDS.get(own)) or path in KIND_LISTS
+
+
 def violations(files: dict[str, str], columns: dict[str, str]) -> list[str]:
     """Includes that the table does not allow. `files`: texts by path below cpp/src or cuda."""
     found = []
@@ -60,6 +90,8 @@ def violations(files: dict[str, str], columns: dict[str, str]) -> list[str]:
                 found.append(f"{path} includes {header}, which is in no documented room")
             elif not may_include(room, included, columns):
                 found.append(f"{path} ({room}) includes {header} ({included})")
+            elif not may_name(path, kind_of(header)):
+                found.append(f"{path} includes {header}, a kind of layer that it may not know")
     return found
 
 
@@ -100,10 +132,41 @@ def test_includes_follow_the_documented_layers() -> None:
         ("runner/runner.h", "engine/samples.h"),
         ("tuning/chunk_chooser.h", "runner/runner.h"),
         ("ops/ops.h", "ring/iteration_ring.h"),  # in no room
+        ("model/layers/latent/config.h", "model/layers/latent/weights.h"),  # upwards in a kind
+        ("model/layers/latent/layer.cc", "model/layers/compressed/layer.h"),  # between kinds
+        ("model/forward/decoder.cc", "model/layers/latent/layer.h"),  # past the lists
     ],
 )
 def test_a_wrong_include_is_found(path: str, header: str) -> None:
     assert len(violations({path: f'#include "{header}"\n'}, documented_rooms())) == 1
+
+
+#: Words that only the files of a kind and the lists have.
+KIND_WORDS = {
+    "multi_head": r"\bMultiHead\w*",
+    "latent": r"\bLatent(Attention(Weights)?|Scratch|Widths)\b",
+    "compressed": r"\bCompressed(Attention(Weights)?|Scratch|Widths)\b",
+    "dense": r"\bDenseMlp\w*",
+    "moe": r"\bMoe(Mlp\w*|Scratch|Widths)\b",
+}
+
+
+@pytest.mark.parametrize("kind", KIND_WORDS)
+def test_a_kind_is_named_in_eight_files(kind: str) -> None:
+    """So many are written or changed for a new kind: five of its own, and the three lists."""
+    words = re.compile(KIND_WORDS[kind])
+    files = {path: text for path, text in sources().items() if path.startswith("model/")}
+    naming = [
+        path
+        for path, text in files.items()
+        if words.search(re.sub(r"//.*", "", text)) or f"layers/{kind}/" in text
+    ]
+    own = [path for path in naming if kind_of(path) == kind]
+    others = [path for path in naming if kind_of(path) != kind]
+    made_of_it = [path for path in others if KINDS_OF_KINDS.get(kind_of(path)) == kind]
+    assert len(own) == 5
+    assert set(others) - set(made_of_it) <= KIND_LISTS, others
+    assert len(own) + len(KIND_LISTS) <= 8
 
 
 def imports_of(path: Path) -> list[str]:

@@ -32,11 +32,10 @@ ExecutorOptions recommend(const ExecutorOptions& given, const Model& target, con
 }  // namespace
 
 bool has_indexer(const Model& model) {
-  return std::any_of(
-      model.config.layers.begin(), model.config.layers.end(), [](const LayerConfig& layer) {
-        const auto* const attention = std::get_if<CompressedAttention>(&layer.attention);
-        return attention != nullptr && attention->indexer.has_value();
-      });
+  return std::ranges::any_of(model.config.layers, [](const LayerConfig& layer) {
+    return std::visit([](const auto& attention) { return attention.scores_entries(); },
+                      layer.attention);
+  });
 }
 
 int32_t longest_model_len(const Model& target, const Model* draft) {

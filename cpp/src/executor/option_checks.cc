@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "base/check.h"
-#include "base/overloaded.h"
 #include "executor/option_limits.h"
 #include "model/weights/model_impl.h"
 #include "speculate/speculator.h"
@@ -122,12 +121,7 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
 // Whether a sliding layer caps its attention scores.
 bool has_capped_window(const DecoderConfig& config) {
   return std::any_of(config.layers.begin(), config.layers.end(), [](const auto& layer) {
-    return std::visit(Overloaded{[](const MultiHeadAttention& attention) {
-                                   return attention.soft_cap > 0 &&
-                                          std::holds_alternative<SlidingKv>(attention.kind);
-                                 },
-                                 [](const LatentAttention&) { return false; },
-                                 [](const CompressedAttention&) { return false; }},
+    return std::visit([](const auto& attention) { return attention.caps_window(); },
                       layer.attention);
   });
 }

@@ -29,6 +29,7 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
           found, {.n = weight.n, .k = weight.k, .y_dtype = y_dtype, .max_rows = 0, .weights = {}});
     }
     found->max_rows = std::max(found->max_rows, max_rows);
+    if (std::ranges::find(found->weights, weight.data) != found->weights.end()) return;
     found->weights.push_back(weight.data);
   };
   const auto add_all = [&](const Decoder& decoder, int32_t max_rows, int32_t max_logit_rows) {
@@ -60,15 +61,20 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};
     for_each_linear(decoder.config(), weights, Overloaded{add_linear, skip});
   };
-  // With multi-head attention, a block drafter computes only keys and values for the context.
-  const auto add_keys_and_values = [&](const Decoder& decoder, int32_t max_rows) {
+  // The context of a block drafter may take some rows of a matrix only.
+  const auto add_context = [&](const Decoder& decoder, int32_t max_rows) {
     for (size_t i = 0; i < decoder.config().layers.size(); ++i) {
-      const auto* const attention =
-          std::get_if<MultiHeadAttention>(&decoder.config().layers[i].attention);
-      if (attention == nullptr) continue;
-      const auto& own = std::get<MultiHeadAttentionWeights>(decoder.weights().layers[i].attention);
-      const Linear kv = key_value_rows(own.qkv, *attention);
-      if (kv.weight.dtype == DType::kBFloat16) add(kv.weight, max_rows, DType::kBFloat16);
+      std::visit(
+          [&]<class Kind>(const Kind& kind) {
+            if constexpr (Kind::kWritesContext) {
+              const auto& own = std::get<WeightsOf<Kind>>(decoder.weights().layers[i].attention);
+              const Linear rows = context_rows(kind, own);
+              if (rows.weight.dtype != DType::kBFloat16) return;
+              if (rows.weight.format != WeightFormat::kPlain) return;
+              add(rows.weight, max_rows, DType::kBFloat16);
+            }
+          },
+          decoder.config().layers[i].attention);
     }
   };
   add_all(target, shape.max_verify_rows, shape.max_logit_rows);
@@ -77,7 +83,7 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
     const bool drafts_in_blocks = config && config->kind == DrafterKind::kBlock;
     add_all(*drafter, shape.max_verify_rows + shape.max_seqs,
             drafts_in_blocks ? shape.max_seqs * shape.num_draft_tokens : shape.max_seqs);
-    if (drafts_in_blocks) add_keys_and_values(*drafter, shape.max_verify_rows + shape.max_seqs);
+    if (drafts_in_blocks) add_context(*drafter, shape.max_verify_rows + shape.max_seqs);
   }
   for (const Products& p : all) {
     planner.admit(ctx, p.max_rows, p.weights, p.n, p.k, p.y_dtype);

@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "base/check.h"
 #include "base/json.h"
@@ -75,6 +76,12 @@ struct Width {
 };
 [[nodiscard]] MatrixFormat read_format(const Json& object, std::string_view key, const Width& width,
                                        bool is_of_experts);
+
+// The index of a rope with a frequency for each pair of `width` elements; `name` is that of the
+// width.
+[[nodiscard]] int32_t read_rope_index(const Json& json, const std::vector<RopeConfig>& ropes,
+                                      int32_t width, std::string_view name,
+                                      bool allows_interleaved);
 
 // The next layer of `config`, whose other keys but the layers after it have been read.
 [[nodiscard]] LayerConfig read_layer(const Json& json, const DecoderConfig& config);

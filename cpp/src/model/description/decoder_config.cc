@@ -4,7 +4,6 @@
 #include <array>
 #include <optional>
 
-#include "base/overloaded.h"
 #include "model/description/config_reading.h"
 #include "ops/streams.h"
 
@@ -71,12 +70,7 @@ void check_block_layers(const DecoderConfig& config, const Json& layers) {
   for (const Json& layer : layers.elements()) {
     const LayerConfig& read = config.layers[index++];
     const bool writes_context = std::visit(
-        Overloaded{[](const MultiHeadAttention& attention) {
-                     return attention.kv_source < 0 && attention.qkv.format == WeightFormat::kPlain;
-                   },
-                   [](const LatentAttention&) { return false; },
-                   [](const CompressedAttention& attention) { return !attention.compressor; }},
-        read.attention);
+        [](const auto& attention) { return attention.writes_context(); }, read.attention);
     if (writes_context) continue;
     layer.at("attention")
         .refuse(

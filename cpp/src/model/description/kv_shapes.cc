@@ -5,46 +5,14 @@
 #include <variant>
 
 #include "base/check.h"
-#include "base/overloaded.h"
 
 namespace paceline {
-
-namespace {
-
-void append_stores(const MultiHeadAttention& attention, std::vector<KvLayerShape>& shapes) {
-  shapes.push_back({.kind = attention.kind,
-                    .num_kv_heads = attention.num_kv_heads,
-                    .head_dim = attention.head_dim,
-                    .source = attention.kv_source});
-}
-
-void append_stores(const LatentAttention& attention, std::vector<KvLayerShape>& shapes) {
-  shapes.push_back({.kind = LatentKv{attention.kv_lora_rank},
-                    .num_kv_heads = 1,
-                    .head_dim = attention.entry_width()});
-}
-
-void append_stores(const CompressedAttention& attention, std::vector<KvLayerShape>& shapes) {
-  shapes.push_back(
-      {.kind = WindowEntryKv{attention.window}, .num_kv_heads = 1, .head_dim = attention.head_dim});
-  if (!attention.compressor) return;
-  const int32_t ratio = attention.compressor->tokens_per_entry;
-  shapes.push_back({.kind = TailKv{attention.compressor->overlaps ? 2 * ratio : ratio},
-                    .num_kv_heads = 1,
-                    .head_dim = attention.tail_width()});
-  shapes.push_back(
-      {.kind = CompressedKv{ratio, attention.indexer ? attention.indexer->head_dim : 0},
-       .num_kv_heads = 1,
-       .head_dim = attention.head_dim});
-}
-
-}  // namespace
 
 KvStores kv_stores(const DecoderConfig& config) {
   KvStores stores;
   for (const LayerConfig& layer : config.layers) {
     stores.first.push_back(static_cast<int32_t>(stores.shapes.size()));
-    std::visit([&](const auto& attention) { append_stores(attention, stores.shapes); },
+    std::visit([&](const auto& attention) { attention.append_stores(stores.shapes); },
                layer.attention);
     // append_stores has set `source` to a layer; from here on it is a store.
     KvLayerShape& shape = stores.shapes.back();
@@ -63,11 +31,9 @@ std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
   const KvStores owners = kv_stores(target);
   for (size_t layer = 0; layer < draft.layers.size(); ++layer) {
     KvLayerShape& reader = stores.shapes[static_cast<size_t>(stores.first[layer])];
-    const bool reads_target = std::visit(
-        Overloaded{[](const MultiHeadAttention& attention) { return attention.reads_target; },
-                   [](const LatentAttention&) { return false; },
-                   [](const CompressedAttention&) { return false; }},
-        draft.layers[layer].attention);
+    const bool reads_target =
+        std::visit([](const auto& attention) { return attention.reads_target; },
+                   draft.layers[layer].attention);
     if (!reads_target) continue;
     size_t source = owners.first.size();
     while (source-- > 0) {

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <variant>
 
 #include "base/check.h"
-#include "base/overloaded.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "device/device_memory.h"
@@ -59,8 +59,9 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
                    .block_size = group.block_size,
                    .dtype = group.dtype});
   }
-  const bool has_mixture = std::any_of(c.layers.begin(), c.layers.end(), [](const auto& layer) {
-    return std::holds_alternative<MoeMlp>(layer.mlp);
+  first_store_.push_back(static_cast<int32_t>(kv_.size()));
+  const bool has_mixture = std::ranges::any_of(c.layers, [](const LayerConfig& layer) {
+    return std::visit([](const auto& mlp) { return mlp.has_experts(); }, layer.mlp);
   });
   if (has_mixture) expert_counters_ = arena.allocate<int64_t>(2, "expert counters");
   const int64_t num_positions = int64_t{max_positions} + rope_offset;
@@ -79,6 +80,67 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
     ropes_.push_back({arena.allocate_copy<float>(cos, "rotary tables"),
                       arena.allocate_copy<float>(sin, "rotary tables")});
   }
+}
+
+AttentionPass Decoder::attention_pass(int32_t layer, const void* input, const PassRows& rows,
+                                      std::span<const GroupMetadata> groups,
+                                      const Activations& activations,
+                                      const OutputRows* output) const {
+  const auto at = static_cast<size_t>(layer);
+  const auto first = static_cast<size_t>(first_store_[at]);
+  const size_t count = static_cast<size_t>(first_store_[at + 1]) - first;
+  return {.config = config(),
+          .input = input,
+          .rows = rows,
+          .groups = groups,
+          .activations = activations,
+          .output = output,
+          .stores = std::span(kv_).subspan(first, count),
+          .store_groups = std::span(store_to_group_).subspan(first, count),
+          .rope_tables = ropes_,
+          .rope_offset = rope_offset_};
+}
+
+template <class Ctx>
+void Decoder::attention(Ctx& ctx, int32_t layer, const AttentionPass& pass) const {
+  std::visit(
+      [&]<class Kind>(const Kind& kind) {
+        run_attention(ctx, kind, std::get<WeightsOf<Kind>>(weights().layers[layer].attention),
+                      pass);
+      },
+      config().layers[layer].attention);
+}
+
+template <class Ctx>
+void Decoder::write_keys_values(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                                std::span<const GroupMetadata> groups,
+                                const Activations& activations) const {
+  const AttentionPass pass =
+      attention_pass(layer, input, rows, groups, activations, /*output=*/nullptr);
+  std::visit(
+      [&]<class Kind>(const Kind& kind) {
+        if constexpr (Kind::kWritesContext) {
+          paceline::write_keys_values(
+              ctx, kind, std::get<WeightsOf<Kind>>(weights().layers[layer].attention), pass);
+        } else {
+          PACELINE_CHECK(false, "this kind of layer has no context");
+        }
+      },
+      config().layers[layer].attention);
+}
+
+template <class Ctx>
+std::optional<CombineExpertsParams> Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
+                                                 const Activations& activations) const {
+  const MlpPass pass = {.config = config(),
+                        .rows = rows,
+                        .activations = activations,
+                        .expert_counters = expert_counters_};
+  return std::visit(
+      [&]<class Kind>(const Kind& kind) {
+        return run_mlp(ctx, kind, std::get<WeightsOf<Kind>>(weights().layers[layer].mlp), pass);
+      },
+      config().layers[layer].mlp);
 }
 
 template <class Ctx>
@@ -196,7 +258,8 @@ bool Decoder::picks_output() const {
   const DecoderConfig& c = config();
   // Per-layer inputs and several streams have rows of their own for every layer.
   return c.streams.count == 1 && c.per_layer_inputs.size == 0 &&
-         !std::holds_alternative<CompressedAttention>(c.layers.back().attention);
+         std::visit([](const auto& attention) { return attention.kPicksRows; },
+                    c.layers.back().attention);
 }
 
 template <class Ctx>
@@ -241,11 +304,12 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     const void* const input = has_input ? first_input : activations.normed;
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
     if (layer == num_whole) {
-      attention(ctx, layer, input, rows, groups, activations, output);
+      attention(ctx, layer, attention_pass(layer, input, rows, groups, activations, output));
       finish_rows(ctx, layer, attended, *output, activations);
       return;
     }
-    attention(ctx, layer, input, rows, groups, activations, /*output=*/nullptr);
+    attention(ctx, layer,
+              attention_pass(layer, input, rows, groups, activations, /*output=*/nullptr));
     residual.join(&attended, {.norm = lw.mlp_norm, .y = activations.normed, .mix = lw.mlp_mix});
     last = {
         .norm = lw.mlp_post_norm, .scale = nullptr, .places = mlp(ctx, layer, rows, activations)};
@@ -353,6 +417,9 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
   template void Decoder::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,     \
                                       const Activations&, const HiddenTaps&, const OutputRows*)  \
       const;                                                                                     \
+  template void Decoder::write_keys_values<Ctx>(Ctx&, int32_t, const void*, const PassRows&,     \
+                                                std::span<const GroupMetadata>,                  \
+                                                const Activations&) const;                       \
   template void Decoder::capture_output<Ctx>(Ctx&, const PassRows&, const Activations&,          \
                                              std::span<const HiddenCapture>) const;              \
   template void Decoder::output_rows<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,         \

@@ -16,8 +16,8 @@
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
 #include "model/forward/activations.h"
+#include "model/forward/layer_pass.h"
 #include "model/weights/model_impl.h"
-#include "ops/latent.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
 #include "wire/blocks.h"
@@ -47,17 +47,6 @@ struct HiddenTaps {
   // With several residual streams: for each of aux_layers only their mean is stored.
   bool averages_streams = false;
   std::span<const HiddenCapture> captures;
-};
-
-// The rows of a pass whose output is read: those that draw or whose logits are wanted. The last
-// layer computes keys and values of all rows, and everything after that for these rows only. Their
-// output is row by row in `residual`, with the same bits.
-struct OutputRows {
-  PassRows rows;             // with metadata in `groups`, which the caller has built
-  const int32_t* row_index;  // [capacity] row of the pass, ascending
-  std::span<const GroupMetadata> groups;
-  void* qkv;        // [capacity, qkv of the last layer] dtype of the activations
-  float* residual;  // [capacity, residual_width]
 };
 
 // The weights of the target that a draft head shares.
@@ -142,66 +131,20 @@ class Decoder {
   [[nodiscard]] float* single_residual(const Activations& activations) const {
     return config().streams.count > 1 ? activations.embedded : activations.residual;
   }
-  struct RopeTable {
-    const float* cos;  // [max_positions, head_dim / 2]
-    const float* sin;
-  };
-
-  // `input`: [rows, DecoderConfig::qkv_inputs]. `output`: the rows to attend from; null: all.
+  // The attention of a layer as its kind does it. `input`: [rows, DecoderConfig::qkv_inputs].
+  // `output`: the rows to attend from; null: all.
+  [[nodiscard]] AttentionPass attention_pass(int32_t layer, const void* input, const PassRows& rows,
+                                             std::span<const GroupMetadata> groups,
+                                             const Activations& activations,
+                                             const OutputRows* output) const;
   template <class Ctx>
-  void attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                 std::span<const GroupMetadata> groups, const Activations& activations,
-                 const OutputRows* output) const;
-  // The last layer's queries of the rows whose output is read -> output.qkv, `width` wide.
-  template <class Ctx>
-  void pick_queries(Ctx& ctx, const OutputRows& output, const Activations& activations,
-                    int32_t width) const;
-  template <class Ctx>
-  void multi_head_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                            std::span<const GroupMetadata> groups, const Activations& activations,
-                            const OutputRows* output) const;
-  // Norms and rotates the rows of activations.qkv, and appends their keys and values to the cache.
-  // Without queries, a row begins with its keys.
-  template <class Ctx>
-  void rotate_and_append(Ctx& ctx, int32_t layer, const PassRows& rows,
-                         std::span<const GroupMetadata> groups, const Activations& activations,
-                         bool has_queries) const;
-  template <class Ctx>
-  void attend(Ctx& ctx, int32_t layer, const PassRows& rows, std::span<const GroupMetadata> groups,
-              const Activations& activations) const;
-  [[nodiscard]] LatentRope latent_rope(const LatentAttention& attention,
-                                       const PassRows& rows) const;
-  template <class Ctx>
-  void latent_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                        std::span<const GroupMetadata> groups, const Activations& activations,
-                        const OutputRows* output) const;
-  template <class Ctx>
-  void attend_latents(Ctx& ctx, int32_t layer, const PassRows& rows,
-                      std::span<const GroupMetadata> groups, const Activations& activations) const;
-  // q_a and kv of `input`: the window entries of the rows to the cache, and norm(q_a) to
-  // activations.qkv.
-  template <class Ctx>
-  void append_window(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                     std::span<const GroupMetadata> groups, const Activations& activations) const;
-  [[nodiscard]] LatentRope compressed_rope(const CompressedAttention& attention,
-                                           const PassRows& rows) const;
-  template <class Ctx>
-  void compressed_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                            std::span<const GroupMetadata> groups,
-                            const Activations& activations) const;
+  void attention(Ctx& ctx, int32_t layer, const AttentionPass& pass) const;
   // Its output is activations.branch. A mixture leaves its last op to the caller, who may join it
   // with the norm that follows.
   template <class Ctx>
   [[nodiscard]] std::optional<CombineExpertsParams> mlp(Ctx& ctx, int32_t layer,
                                                         const PassRows& rows,
                                                         const Activations& activations) const;
-  template <class Ctx>
-  void dense_mlp(Ctx& ctx, const DenseMlp& mlp, const DenseMlpWeights& weights,
-                 const PassRows& rows, const Activations& activations) const;
-  template <class Ctx>
-  [[nodiscard]] CombineExpertsParams mixture(Ctx& ctx, const MoeMlp& mlp,
-                                             const MoeMlpWeights& weights, const PassRows& rows,
-                                             const Activations& activations) const;
   // What follows the attention of the last layer, of the rows whose output is read.
   template <class Ctx>
   void finish_rows(Ctx& ctx, int32_t layer, const Branch& attended, const OutputRows& output,
@@ -213,16 +156,9 @@ class Decoder {
   void per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
                         const Activations& activations) const;
 
-  // A store of a layer, and the group that it belongs to.
-  [[nodiscard]] const KvLayerView& kv_of(int32_t layer, int32_t store = 0) const {
-    return kv_[static_cast<size_t>(first_store_[static_cast<size_t>(layer)] + store)];
-  }
-  [[nodiscard]] GroupId group_of(int32_t layer, int32_t store = 0) const {
-    return store_to_group_[static_cast<size_t>(first_store_[static_cast<size_t>(layer)] + store)];
-  }
-
   std::shared_ptr<const Model> model_;
-  std::vector<int32_t> first_store_;     // by layer (KvStores::first)
+  // By layer (KvStores::first), and at the end the number of stores.
+  std::vector<int32_t> first_store_;
   std::vector<GroupId> store_to_group_;  // by store
   int32_t rope_offset_;
   std::vector<KvLayerView> kv_;   // by store

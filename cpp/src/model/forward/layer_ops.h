@@ -8,6 +8,8 @@
 
 #include "metadata/pass_rows.h"
 #include "model/description/decoder_config.h"
+#include "model/forward/activations.h"
+#include "model/forward/layer_pass.h"
 #include "model/weights/linear.h"
 #include "ops/ops.h"
 
@@ -21,16 +23,6 @@ struct RowCount {
 
 [[nodiscard]] inline RowCount row_count(const PassRows& rows) {
   return {.num_rows = rows.num_rows, .max_rows = rows.capacity};
-}
-
-// The rows of a plain `qkv` that compute keys and values.
-[[nodiscard]] inline Linear key_value_rows(const Linear& qkv, const MultiHeadAttention& attention) {
-  Linear kv = qkv;
-  const int32_t q_rows = attention.num_qo_heads * attention.head_dim;
-  kv.weight.data += q_rows * kv.weight.row_bytes();
-  kv.weight.n -= q_rows;
-  if (kv.bias != nullptr) kv.bias += q_rows;
-  return kv;
 }
 
 // The operands of a product over contiguous rows.
@@ -61,6 +53,22 @@ struct Projection {
 template <class Ctx>
 void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p) {
   ctx.run(gemm, gemm_params(rows, linear, p));
+}
+
+// The last layer's queries of the rows whose output is read -> output.qkv, `width` wide.
+template <class Ctx>
+void pick_queries(Ctx& ctx, const OutputRows& output, const Activations& activations,
+                  int32_t width) {
+  ctx.run(copy_rows, CopyRowsParams{.num_rows = output.rows.num_rows,
+                                    .max_rows = output.rows.capacity,
+                                    .row_index = output.row_index,
+                                    .x = activations.qkv,
+                                    .x_stride = width,
+                                    .y = output.qkv,
+                                    .y_stride = width,
+                                    .width = width,
+                                    .x_dtype = activations.dtype,
+                                    .y_dtype = activations.dtype});
 }
 
 // y = rms_norm(x), with no residual.

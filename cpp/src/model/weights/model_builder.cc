@@ -26,7 +26,6 @@
 #include "model/weights/weight_layout.h"
 #include "model/weights/weight_limit.h"
 #include "model/weights/weight_scales.h"
-#include "ops/latent.h"
 
 namespace paceline {
 namespace {
@@ -136,21 +135,10 @@ constexpr std::string_view kTokenMap = "draft_to_target";
 void check_device(const DecoderConfig& config, Device device) {
   if (device != Device::kCuda) return;
   for (size_t layer = 0; layer < config.layers.size(); ++layer) {
-    std::visit(Overloaded{[](const MultiHeadAttention&) {},
-                          [&](const LatentAttention& attention) {
-                            if (attention.kv_lora_rank <= kMaxCudaLatentRank &&
-                                attention.entry_width() <= kMaxCudaEntryWidth) {
-                              return;
-                            }
-                            throw Unsupported(concat(
-                                "layer ", layer, " of ", config.name,
-                                " has latent attention with kv_lora_rank ", attention.kv_lora_rank,
-                                " and qk_rope_head_dim ", attention.qk_rope_head_dim,
-                                "; supported on a GPU: kv_lora_rank up to ", kMaxCudaLatentRank,
-                                ", and up to ", kMaxCudaEntryWidth, " for both together"));
-                          },
-                          [](const CompressedAttention&) {}},
-               config.layers[layer].attention);
+    const std::string why =
+        std::visit([](const auto& attention) { return attention.unsupported_on_gpu(); },
+                   config.layers[layer].attention);
+    if (!why.empty()) throw Unsupported(concat("layer ", layer, " of ", config.name, " has ", why));
   }
 }
 

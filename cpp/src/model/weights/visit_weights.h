@@ -12,269 +12,13 @@
 #include <vector>
 
 #include "base/check.h"
-#include "base/overloaded.h"
 #include "model/description/decoder_config.h"
 #include "model/weights/linear.h"
+#include "model/weights/weight_parts.h"
 #include "model/weights/weights.h"
 #include "ops/streams.h"
 
 namespace paceline {
-
-// One of the tensors of a checkpoint that are adjacent in one region of the arena. It has `rows`
-// rows of the matrix, or elements of the vector.
-struct WeightPart {
-  std::string name;  // canonical, without ".weight", ".scales" or ".bias"
-  int64_t rows;
-  // Above 0: one tensor has `rows` rows for each expert, or each expert has a tensor of its own
-  // (LinearShape::is_per_expert), whose name ends with the expert's number.
-  int32_t num_experts = 0;
-};
-
-// The rows that a product is computed for.
-enum class LinearRows : uint8_t {
-  kPass,     // all rows of a pass
-  kStreams,  // every residual stream of these rows
-  kLogits,   // rows whose logits are computed
-};
-
-struct LinearShape {
-  std::string name;  // of the product, e.g. "layers.0.attn.qkv"
-  std::vector<WeightPart> parts;
-  int64_t cols;
-  ShardAxis shard = ShardAxis::kNone;
-  LinearRows rows = LinearRows::kPass;
-  bool has_float_output = false;  // float32; otherwise the dtype of the activations
-  MatrixFormat format = {};
-  // Each head uses rows of its own: the ops of ops/latent.h multiply by the matrix, not `gemm`.
-  bool is_by_head = false;
-  int32_t num_groups = 1;      // GemmParams::num_groups; cols are those that a group reads
-  int32_t top_k = 0;           // of experts: how many a row chooses
-  bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
-  bool is_per_expert = false;  // of experts: the parts of an expert follow each other
-  bool has_room = false;       // of experts: for one more matrix after that of the last
-  std::string room_of = {};    // the name of the experts in whose room the matrix is; or empty
-  // false: the matrix is the embedding table or belongs to the target. The model has no tensors
-  // for it.
-  bool is_owned = true;
-
-  // Rows of the whole matrix.
-  [[nodiscard]] int64_t num_rows() const {
-    int64_t rows_so_far = 0;
-    for (const WeightPart& part : parts) rows_so_far += part.rows;
-    return rows_so_far;
-  }
-  // 0: the matrix is no expert's.
-  [[nodiscard]] int32_t num_experts() const { return parts.front().num_experts; }
-};
-
-// What a vector of floats is.
-enum class VectorKind : uint8_t { kNorm, kBias, kSinks, kScale };
-
-// A visitor has the members
-//   linear(Linear&, const LinearShape&)
-//   experts(ExpertLinears&, const LinearShape&)
-//   vector(const float*&, VectorKind, const std::vector<WeightPart>&)
-//   table(const std::byte*&, const WeightPart&, int64_t cols)     rows are looked up by token
-//   floats(const float*&, const WeightPart&, int64_t cols)        a float32 matrix outside products
-//   tokens(const int32_t*&, const WeightPart&, bool is_optional)  ids of tokens
-//   experts_of_tokens(const int32_t*&, const WeightPart&, int32_t top_k, int32_t num_experts)
-// where the first argument is the member of `weights`, const if those are.
-
-// `name` ends with "mlp." or "mlp.shared.". `experts`: the prefix of the experts' names if the
-// matrices are in the room after those experts; else "".
-template <class Weights, class Visitor>
-void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, const std::string& experts,
-                       int64_t hidden, Weights& weights, Visitor& visit) {
-  const auto room = [&](const char* which) { return experts.empty() ? "" : experts + which; };
-  const std::vector<WeightPart> gate_up = {{name + "gate", mlp.intermediate},
-                                           {name + "up", mlp.intermediate}};
-  const std::vector<WeightPart> down = {{name + "down", hidden}};
-  visit.linear(weights.gate_up, {.name = name + "gate_up",
-                                 .parts = gate_up,
-                                 .cols = hidden,
-                                 .shard = ShardAxis::kRows,
-                                 .format = mlp.gate_up,
-                                 .room_of = room("gate_up")});
-  visit.linear(weights.down, {.name = name + "down",
-                              .parts = down,
-                              .cols = mlp.intermediate,
-                              .shard = ShardAxis::kColumns,
-                              .format = mlp.down,
-                              .room_of = room("down")});
-  if (mlp.has_bias) {
-    visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
-    visit.vector(weights.down.bias, VectorKind::kBias, down);
-  }
-}
-
-template <class Weights, class Visitor>
-void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidden,
-                       int64_t vocab_size, Weights& weights, Visitor& visit) {
-  const std::vector<WeightPart> router = {{name + "router", mlp.num_experts}};
-  const DenseMlp& expert = mlp.expert;
-  const int64_t intermediate = expert.intermediate;
-  std::vector<WeightPart> gate_up = {{name + "experts.gate_up", 2 * intermediate, mlp.num_experts}};
-  if (mlp.is_per_expert) {
-    gate_up = {{name + "experts.gate", intermediate, mlp.num_experts},
-               {name + "experts.up", intermediate, mlp.num_experts}};
-  }
-  const std::vector<WeightPart> down = {{name + "experts.down", hidden, mlp.num_experts}};
-  visit.linear(
-      weights.router,
-      {.name = name + "router", .parts = router, .cols = hidden, .has_float_output = true});
-  if (mlp.has_router_bias) visit.vector(weights.router.bias, VectorKind::kBias, router);
-  if (mlp.has_token_experts) {
-    visit.experts_of_tokens(weights.token_experts, {name + "router.token_experts", vocab_size},
-                            mlp.top_k, mlp.num_experts);
-  } else if (mlp.router != RouterRule::kSoftmaxOfChosen) {
-    visit.vector(weights.correction, VectorKind::kBias,
-                 {{name + "router.correction", mlp.num_experts}});
-  }
-  visit.experts(weights.gate_up, {.name = name + "experts.gate_up",
-                                  .parts = gate_up,
-                                  .cols = hidden,
-                                  .shard = ShardAxis::kRows,
-                                  .format = expert.gate_up,
-                                  .top_k = mlp.top_k,
-                                  .is_transposed = mlp.is_transposed,
-                                  .is_per_expert = mlp.is_per_expert,
-                                  .has_room = mlp.joins_shared()});
-  visit.experts(weights.down, {.name = name + "experts.down",
-                               .parts = down,
-                               .cols = expert.intermediate,
-                               .shard = ShardAxis::kColumns,
-                               .format = expert.down,
-                               .top_k = mlp.top_k,
-                               .is_transposed = mlp.is_transposed,
-                               .is_per_expert = mlp.is_per_expert,
-                               .has_room = mlp.joins_shared()});
-  if (expert.has_bias) {
-    visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
-    visit.vector(weights.down.bias, VectorKind::kBias, down);
-  }
-  if (mlp.shared) {
-    visit_mlp_weights(*mlp.shared, name + "shared.", mlp.joins_shared() ? name + "experts." : "",
-                      hidden, weights.shared, visit);
-  }
-}
-
-// Calls the visitor for the weights of one layer, whose names begin with `name`.
-template <class Visitor>
-struct LayerVisitor {
-  std::string name;  // e.g. "layers.3."
-  Visitor& visit;
-
-  void norm(auto& vector, const char* which, int64_t size) const {
-    visit.vector(vector, VectorKind::kNorm, {{name + which, size}});
-  }
-  void bias(auto& matrix, const std::vector<WeightPart>& parts) const {
-    visit.vector(matrix.bias, VectorKind::kBias, parts);
-  }
-  void linear(auto& matrix, const char* which, std::vector<WeightPart> parts, int64_t cols,
-              ShardAxis shard, const MatrixFormat& format, bool is_by_head = false) const {
-    visit.linear(matrix, {.name = name + which,
-                          .parts = std::move(parts),
-                          .cols = cols,
-                          .shard = shard,
-                          .format = format,
-                          .is_by_head = is_by_head});
-  }
-};
-
-// `inputs`: DecoderConfig::qkv_inputs.
-template <class Weights, class Visitor>
-void visit_attention_weights(const MultiHeadAttention& attention, int64_t hidden, int64_t inputs,
-                             Weights& weights, const LayerVisitor<Visitor>& layer) {
-  const int64_t head_dim = attention.head_dim;
-  const int64_t q_size = attention.num_qo_heads * head_dim;
-  const int64_t kv_size = attention.num_kv_heads * head_dim;
-  const KvInputs has = kv_inputs(attention);
-  std::vector<WeightPart> qkv = {{layer.name + "attn.q", q_size}};
-  if (has != KvInputs::kNone) qkv.push_back({layer.name + "attn.k", kv_size});
-  if (has == KvInputs::kKeysAndValues) qkv.push_back({layer.name + "attn.v", kv_size});
-  layer.linear(weights.qkv, "attn.qkv", qkv, inputs, ShardAxis::kRows, attention.qkv);
-  if (attention.has_qkv_bias) layer.bias(weights.qkv, qkv);
-  if (attention.has_qk_norm) {
-    layer.norm(weights.q_norm, "attn.q_norm", head_dim);
-    if (has != KvInputs::kNone) layer.norm(weights.k_norm, "attn.k_norm", head_dim);
-  }
-  if (attention.has_sinks) {
-    layer.visit.vector(weights.sinks, VectorKind::kSinks,
-                       {{layer.name + "attn.sinks", attention.num_qo_heads}});
-  }
-  const std::vector<WeightPart> o = {{layer.name + "attn.o", hidden}};
-  layer.linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns, attention.o);
-  if (attention.has_o_bias) layer.bias(weights.o, o);
-}
-
-template <class Weights, class Visitor>
-void visit_attention_weights(const LatentAttention& attention, int64_t hidden, int64_t inputs,
-                             Weights& weights, const LayerVisitor<Visitor>& layer) {
-  const std::string name = layer.name + "attn.";
-  const int64_t q_rank = attention.q_lora_rank;
-  const std::vector<WeightPart> qkv_a = {
-      q_rank > 0 ? WeightPart{name + "q_a", q_rank} : WeightPart{name + "q", attention.q_rows()},
-      {name + "kv_a", attention.entry_width()}};
-  // Every device needs whole entries, and q_a x as a whole.
-  layer.linear(weights.qkv_a, "attn.qkv_a", qkv_a, inputs, ShardAxis::kNone, attention.qkv_a);
-  if (q_rank > 0) {
-    layer.norm(weights.q_a_norm, "attn.q_a_norm", q_rank);
-    layer.linear(weights.q_b, "attn.q_b", {{name + "q_b", attention.q_rows()}}, q_rank,
-                 ShardAxis::kRows, attention.q_b);
-  }
-  layer.norm(weights.kv_a_norm, "attn.kv_a_norm", attention.kv_lora_rank);
-  layer.linear(weights.kv_b, "attn.kv_b", {{name + "kv_b", attention.kv_b_rows()}},
-               attention.kv_lora_rank, ShardAxis::kRows, /*format=*/{}, /*is_by_head=*/true);
-  layer.linear(weights.o, "attn.o", {{name + "o", hidden}},
-               int64_t{attention.num_qo_heads} * attention.v_head_dim, ShardAxis::kColumns,
-               attention.o);
-}
-
-template <class Weights, class Visitor>
-void visit_attention_weights(const CompressedAttention& attention, int64_t hidden, int64_t inputs,
-                             Weights& weights, const LayerVisitor<Visitor>& layer) {
-  const std::string name = layer.name + "attn.";
-  const int64_t q_rank = attention.q_lora_rank;
-  // Every device needs whole entries, and q_a x as a whole.
-  layer.linear(weights.qkv_a, "attn.qkv_a",
-               {{name + "q_a", q_rank}, {name + "kv", attention.head_dim}}, inputs,
-               ShardAxis::kNone, attention.qkv_a);
-  layer.norm(weights.q_norm, "attn.q_a_norm", q_rank);
-  layer.norm(weights.kv_norm, "attn.kv_norm", attention.head_dim);
-  layer.linear(weights.q_b, "attn.q_b", {{name + "q_b", attention.q_rows()}}, q_rank,
-               ShardAxis::kRows, attention.q_b);
-  layer.visit.vector(weights.sinks, VectorKind::kSinks, {{name + "sinks", attention.num_qo_heads}});
-  layer.visit.linear(weights.o_a, {.name = name + "o_a",
-                                   .parts = {{name + "o_a", attention.o_a_rows()}},
-                                   .cols = attention.o_group_width(),
-                                   .shard = ShardAxis::kRows,
-                                   .format = attention.o_a,
-                                   .num_groups = attention.o_groups});
-  layer.linear(weights.o_b, "attn.o_b", {{name + "o_b", hidden}}, attention.o_a_rows(),
-               ShardAxis::kColumns, attention.o_b);
-  if (!attention.compressor) return;
-  const int64_t width = attention.entry_inputs();
-  std::vector<WeightPart> compress = {{name + "compressor.kv", width},
-                                      {name + "compressor.gate", width}};
-  if (attention.indexer) {
-    compress.push_back({name + "indexer.kv", attention.index_inputs()});
-    compress.push_back({name + "indexer.gate", attention.index_inputs()});
-    compress.push_back({name + "indexer.weights", attention.indexer->num_heads});
-  }
-  layer.visit.linear(weights.compress, {.name = name + "compress",
-                                        .parts = std::move(compress),
-                                        .cols = inputs,
-                                        .has_float_output = true});
-  const int64_t tokens = attention.compressor->tokens_per_entry;
-  layer.visit.floats(weights.position_bias, {name + "compressor.position_bias", tokens}, width);
-  layer.norm(weights.entry_norm, "attn.compressor.norm", attention.head_dim);
-  if (!attention.indexer) return;
-  layer.linear(weights.index_q, "attn.indexer.q", {{name + "indexer.q", attention.index_q_rows()}},
-               q_rank, ShardAxis::kNone, attention.indexer->q);
-  layer.visit.floats(weights.index_position_bias, {name + "indexer.position_bias", tokens},
-                     attention.index_inputs());
-  layer.norm(weights.index_norm, "attn.indexer.norm", attention.indexer->head_dim);
-}
 
 // Nothing with one residual stream. `name` ends with "mix".
 template <class Weights, class Visitor>
@@ -298,32 +42,20 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
   if (has_attn_norm) its.norm(weights.attn_norm, "attn_norm", hidden);
   const int64_t inputs = config.qkv_inputs(index);
   std::visit(
-      Overloaded{
-          [&](const MultiHeadAttention& attention) {
-            visit_attention_weights(attention, hidden, inputs,
-                                    std::get<MultiHeadAttentionWeights>(weights.attention), its);
-          },
-          [&](const LatentAttention& attention) {
-            visit_attention_weights(attention, hidden, inputs,
-                                    std::get<LatentAttentionWeights>(weights.attention), its);
-          },
-          [&](const CompressedAttention& attention) {
-            visit_attention_weights(attention, hidden, inputs,
-                                    std::get<CompressedAttentionWeights>(weights.attention), its);
-          }},
+      [&]<class Kind>(const Kind& kind) {
+        visit_kind_weights(kind, {.hidden = hidden, .inputs = inputs},
+                           std::get<WeightsOf<Kind>>(weights.attention), its);
+      },
       layer.attention);
   if (config.has_post_norms) its.norm(weights.attn_post_norm, "attn_post_norm", hidden);
 
   its.norm(weights.mlp_norm, "mlp_norm", hidden);
-  std::visit(Overloaded{[&](const DenseMlp& mlp) {
-                          visit_mlp_weights(mlp, its.name + "mlp.", /*experts=*/"", hidden,
-                                            std::get<DenseMlpWeights>(weights.mlp), visit);
-                        },
-                        [&](const MoeMlp& mlp) {
-                          visit_mlp_weights(mlp, its.name + "mlp.", hidden, config.vocab_size,
-                                            std::get<MoeMlpWeights>(weights.mlp), visit);
-                        }},
-             layer.mlp);
+  std::visit(
+      [&]<class Kind>(const Kind& kind) {
+        visit_kind_weights(kind, {.hidden = hidden, .vocab_size = config.vocab_size},
+                           std::get<WeightsOf<Kind>>(weights.mlp), its);
+      },
+      layer.mlp);
   if (config.has_post_norms) its.norm(weights.mlp_post_norm, "mlp_post_norm", hidden);
 
   if (const int64_t size = config.per_layer_inputs.size; size > 0) {

@@ -280,16 +280,10 @@ void Carver::experts_of_tokens(const int32_t*& table, const WeightPart& part, in
 void size_weights(const DecoderConfig& config, DecoderWeights& weights) {
   weights.layers.resize(config.layers.size());
   for (size_t i = 0; i < config.layers.size(); ++i) {
-    auto& attention = weights.layers[i].attention;
-    std::visit(
-        Overloaded{
-            [&](const MultiHeadAttention&) { attention.emplace<MultiHeadAttentionWeights>(); },
-            [&](const LatentAttention&) { attention.emplace<LatentAttentionWeights>(); },
-            [&](const CompressedAttention&) { attention.emplace<CompressedAttentionWeights>(); }},
-        config.layers[i].attention);
-    auto& mlp = weights.layers[i].mlp;
-    std::visit(Overloaded{[&](const DenseMlp&) { mlp.emplace<DenseMlpWeights>(); },
-                          [&](const MoeMlp&) { mlp.emplace<MoeMlpWeights>(); }},
+    LayerWeights& layer = weights.layers[i];
+    std::visit([&]<class Kind>(const Kind&) { layer.attention.emplace<WeightsOf<Kind>>(); },
+               config.layers[i].attention);
+    std::visit([&]<class Kind>(const Kind&) { layer.mlp.emplace<WeightsOf<Kind>>(); },
                config.layers[i].mlp);
   }
   weights.head.fc_norms.resize(config.drafter ? config.drafter->num_fc_norms() : 0);

@@ -14,60 +14,22 @@
 
 #include "device/device_memory.h"
 #include "model/description/decoder_config.h"
+#include "model/layers/compressed/weights.h"
+#include "model/layers/dense/weights.h"
+#include "model/layers/latent/weights.h"
+#include "model/layers/moe/weights.h"
+#include "model/layers/multi_head/weights.h"
 #include "model/weights/linear.h"
+#include "model/weights/weight_parts.h"
 
 namespace paceline {
 
-struct DenseMlpWeights {
-  Linear gate_up;  // gate rows, then up rows
-  Linear down;
-};
-
-struct MoeMlpWeights {
-  Linear router;                           // to the experts' logits
-  const float* correction = nullptr;       // [num_experts], of router rules with scores; or null
-  const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
-  ExpertLinears gate_up;  // gate rows, then up rows; or in turn (MoeMlp::is_interleaved)
-  ExpertLinears down;
-  // Absent without MoeMlp::shared. With MoeMlp::joins_shared they are matrix num_experts of gate_up
-  // and down, too.
-  DenseMlpWeights shared;
-};
-
-struct MultiHeadAttentionWeights {
-  Linear qkv;                     // q rows, k rows, v rows
-  const float* q_norm = nullptr;  // [head_dim], or null
-  const float* k_norm = nullptr;  // [head_dim], or null; always null in a reader
-  const float* sinks = nullptr;   // [num_qo_heads], or null
-  Linear o;
-};
-
-struct LatentAttentionWeights {
-  Linear qkv_a;                      // q_a rows (or q rows), then kv_a rows
-  const float* q_a_norm = nullptr;   // [q_lora_rank], or null
-  Linear q_b;                        // absent without a q_lora_rank
-  const float* kv_a_norm = nullptr;  // [kv_lora_rank]
-  Linear kv_b;  // the rows of K_h and then those of V_h, head by head; the ops on heads read it
-  Linear o;
-};
-
-struct CompressedAttentionWeights {
-  Linear qkv_a;                    // q_a rows, then kv rows
-  const float* q_norm = nullptr;   // [q_lora_rank]
-  const float* kv_norm = nullptr;  // [head_dim]
-  Linear q_b;
-  const float* sinks = nullptr;  // [num_qo_heads]
-  Linear o_a;                    // a product with o_groups groups
-  Linear o_b;
-  // With a compressor, else absent. The rows of `compress` are values and gates for entries, those
-  // for the indexer's, and the weights of the indexer's heads.
-  Linear compress;
-  const float* position_bias = nullptr;  // [tokens_per_entry, entry_inputs]
-  const float* entry_norm = nullptr;     // [head_dim]
-  // With an indexer, else absent.
-  Linear index_q;
-  const float* index_position_bias = nullptr;  // [tokens_per_entry, index_inputs]
-  const float* index_norm = nullptr;           // [IndexerConfig::head_dim]
+// The variant of the weights of all kinds of a variant.
+template <class Kinds>
+struct KindsWeights;
+template <class... Kinds>
+struct KindsWeights<std::variant<Kinds...>> {
+  using Type = std::variant<WeightsOf<Kinds>...>;
 };
 
 // What MixStreamsParams reads; null with one residual stream.
@@ -80,14 +42,12 @@ struct StreamMixWeights {
 // All pointers are 64 B aligned and point into DecoderWeights::arena. visit_weights.h has the
 // shapes of the matrices.
 struct LayerWeights {
-  const float* attn_norm = nullptr;  // [hidden], or null in some draft heads
-  // Of the kind of LayerConfig::attention.
-  std::variant<MultiHeadAttentionWeights, LatentAttentionWeights, CompressedAttentionWeights>
-      attention;
-  const float* attn_post_norm = nullptr;             // [hidden], or null
-  const float* mlp_norm = nullptr;                   // [hidden]
-  std::variant<DenseMlpWeights, MoeMlpWeights> mlp;  // of the kind of LayerConfig::mlp
-  const float* mlp_post_norm = nullptr;              // [hidden], or null
+  const float* attn_norm = nullptr;               // [hidden], or null in some draft heads
+  KindsWeights<AttentionConfig>::Type attention;  // of the kind of LayerConfig::attention
+  const float* attn_post_norm = nullptr;          // [hidden], or null
+  const float* mlp_norm = nullptr;                // [hidden]
+  KindsWeights<MlpConfig>::Type mlp;              // of the kind of LayerConfig::mlp
+  const float* mlp_post_norm = nullptr;           // [hidden], or null
   // In models with per-layer inputs, else absent.
   Linear per_layer_gate;
   Linear per_layer_proj;

@@ -1,70 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "model/layers/moe/layer.h"
 
-// The MLP of a layer: dense, or a mixture of experts.
-
+#include <algorithm>
 #include <optional>
-#include <variant>
 
-#include "base/overloaded.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
-#include "model/forward/decoder.h"
+#include "model/forward/activations.h"
 #include "model/forward/layer_ops.h"
+#include "model/layers/dense/layer.h"
 #include "ops/moe.h"
 
 namespace paceline {
 
-template <class Ctx>
-std::optional<CombineExpertsParams> Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
-                                                 const Activations& activations) const {
-  using Rest = std::optional<CombineExpertsParams>;
-  const LayerWeights& lw = weights().layers[layer];
-  return std::visit(
-      Overloaded{[&](const DenseMlp& m) -> Rest {
-                   dense_mlp(ctx, m, std::get<DenseMlpWeights>(lw.mlp), rows, activations);
-                   return std::nullopt;
-                 },
-                 [&](const MoeMlp& m) -> Rest {
-                   return mixture(ctx, m, std::get<MoeMlpWeights>(lw.mlp), rows, activations);
-                 }},
-      config().layers[layer].mlp);
+void MoeWidths::merge(const MoeMlp& mlp, const ScratchSizes& sizes) {
+  const int64_t places = mlp.top_k;
+  hidden = std::max(hidden, sizes.hidden);
+  num_experts = std::max<int64_t>(num_experts, mlp.num_experts);
+  top_k = std::max(top_k, places);
+  expert_output = std::max(expert_output, places * sizes.hidden);
+  has_joined = has_joined || mlp.joins_shared();
+}
+
+MoeScratch MoeWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) const {
+  if (top_k == 0) return {};
+  const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "activations"); };
+  const auto floats = [&](int64_t count) { return arena.allocate<float>(count, "activations"); };
+  const int64_t joined_rows = has_joined ? std::min<int64_t>(rows, kMaxJoinedRows) : 0;
+  const int64_t outputs = rows * expert_output + joined_rows * hidden;
+  return {.logits = floats(rows * num_experts),
+          .experts = ints(rows * top_k),
+          .weights = floats(rows * top_k),
+          .expert_begin = ints(num_experts + 2),
+          .source_row = ints(rows * top_k + joined_rows),
+          .expert_row = ints(rows * top_k),
+          .output = arena.allocate<std::byte>(outputs * dtype_bytes(dtype), "activations")};
 }
 
 template <class Ctx>
-void Decoder::dense_mlp(Ctx& ctx, const DenseMlp& m, const DenseMlpWeights& w, const PassRows& rows,
-                        const Activations& activations) const {
-  ctx.run(activated_gemm,
-          ActivatedGemmParams{.product = gemm_params(row_count(rows), w.gate_up,
-                                                     {.x = activations.normed,
-                                                      .y = activations.gate_up,
-                                                      .x_dtype = activations.dtype,
-                                                      .y_dtype = activations.dtype}),
-                              .activation = {.num_rows = rows.num_rows,
-                                             .max_rows = rows.capacity,
-                                             .x = activations.gate_up,
-                                             .y = activations.activated,
-                                             .intermediate = m.intermediate,
-                                             .activation = m.activation,
-                                             .dtype = activations.dtype,
-                                             .alpha = m.alpha,
-                                             .limit = m.limit}});
-  project(ctx, row_count(rows), w.down,
-          {.x = activations.activated,
-           .y = activations.branch,
-           .x_dtype = activations.dtype,
-           .y_dtype = activations.dtype});
-}
-
-template <class Ctx>
-CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w,
-                                      const PassRows& rows, const Activations& activations) const {
-  const ExpertActivations& a = activations.experts;
+std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w,
+                                            const MlpPass& pass) {
+  const PassRows& rows = pass.rows;
+  const Activations& activations = pass.activations;
+  const auto& a = activations.of<MoeScratch>();
   const DType dtype = activations.dtype;
   const bool is_joined = m.joins_shared() && rows.capacity <= kMaxJoinedRows;
   const int32_t num_experts = m.num_experts + (is_joined ? 1 : 0);
   const int32_t max_expert_rows = rows.capacity * (m.top_k + (is_joined ? 1 : 0));
   // First, because it uses the buffers of the experts.
-  if (m.shared && !is_joined) dense_mlp(ctx, *m.shared, w.shared, rows, activations);
+  if (m.shared && !is_joined) static_cast<void>(run_mlp(ctx, *m.shared, w.shared, pass));
   ctx.run(run_router, RouterParams{.product = {.num_rows = rows.num_rows,
                                                .max_rows = rows.capacity,
                                                .x = activations.normed,
@@ -87,7 +71,7 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                              .correction = w.correction,
                                              .token_experts = w.token_experts,
                                              .token_ids = rows.token_ids,
-                                             .vocab_size = config().vocab_size},
+                                             .vocab_size = pass.config.vocab_size},
                                    .sort = {.num_rows = rows.num_rows,
                                             .max_rows = rows.capacity,
                                             .experts = a.experts,
@@ -96,7 +80,7 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                             .expert_begin = a.expert_begin,
                                             .source_row = a.source_row,
                                             .expert_row = a.expert_row,
-                                            .counters = expert_counters_,
+                                            .counters = pass.expert_counters,
                                             .has_shared = is_joined}});
   const auto product = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
                            int32_t num_x_rows, void* y) {
@@ -134,26 +118,26 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
       product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
   down.follows_product = w.gate_up.weight.first.format != WeightFormat::kFp8;
   ctx.run(expert_gemm, down);
-  return {.num_rows = rows.num_rows,
-          .max_rows = rows.capacity,
-          .top_k = m.top_k,
-          .x = a.output,
-          .expert_row = a.expert_row,
-          .weights = a.weights,
-          .y = activations.branch,
-          .hidden = config().hidden,
-          .dtype = dtype,
-          .base = m.shared && !is_joined ? activations.branch : nullptr,
-          .has_shared = is_joined};
+  return CombineExpertsParams{.num_rows = rows.num_rows,
+                              .max_rows = rows.capacity,
+                              .top_k = m.top_k,
+                              .x = a.output,
+                              .expert_row = a.expert_row,
+                              .weights = a.weights,
+                              .y = activations.branch,
+                              .hidden = pass.config.hidden,
+                              .dtype = dtype,
+                              .base = m.shared && !is_joined ? activations.branch : nullptr,
+                              .has_shared = is_joined};
 }
 
-template std::optional<CombineExpertsParams> Decoder::mlp<CpuContext>(CpuContext&, int32_t,
-                                                                      const PassRows&,
-                                                                      const Activations&) const;
+template std::optional<CombineExpertsParams> run_mlp<CpuContext>(CpuContext&, const MoeMlp&,
+                                                                 const WeightsOf<MoeMlp>&,
+                                                                 const MlpPass&);
 #ifdef PACELINE_CUDA
-template std::optional<CombineExpertsParams> Decoder::mlp<CudaContext>(CudaContext&, int32_t,
-                                                                       const PassRows&,
-                                                                       const Activations&) const;
+template std::optional<CombineExpertsParams> run_mlp<CudaContext>(CudaContext&, const MoeMlp&,
+                                                                  const WeightsOf<MoeMlp>&,
+                                                                  const MlpPass&);
 #endif
 
 }  // namespace paceline

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "model/layers/compressed/layer.h"
 
-// The compressed attention of a layer: the ops of ops/compressed.h in their order.
-
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <variant>
@@ -9,17 +9,17 @@
 #include "base/check.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
-#include "model/forward/decoder.h"
+#include "model/forward/activations.h"
 #include "model/forward/layer_ops.h"
 #include "ops/compressed.h"
 
 namespace paceline {
 namespace {
 
-// The stores of a layer (model/description/kv_shapes.h).
-constexpr int32_t kWindowStore = 0;
-constexpr int32_t kTailStore = 1;
-constexpr int32_t kEntryStore = 2;
+// The stores of a layer (append_stores).
+constexpr size_t kWindowStore = 0;
+constexpr size_t kTailStore = 1;
+constexpr size_t kEntryStore = 2;
 
 template <class Metadata>
 [[nodiscard]] const Metadata& metadata_of(const GroupMetadata& metadata) {
@@ -37,26 +37,48 @@ template <class Metadata>
 
 }  // namespace
 
-LatentRope Decoder::compressed_rope(const CompressedAttention& attention,
-                                    const PassRows& rows) const {
-  return {.positions = rows.positions,
-          .cos = ropes_[attention.rope].cos,
-          .sin = ropes_[attention.rope].sin,
-          .position_offset = rope_offset_,
-          .is_interleaved = config().ropes[attention.rope].is_interleaved};
+void CompressedWidths::merge(const CompressedAttention& a, const ScratchSizes& sizes) {
+  q = std::max(q, a.q_rows());
+  groups = std::max(groups, a.o_a_rows());
+  inputs = std::max<int64_t>(inputs, a.compress_rows());
+  if (!a.indexer) return;
+  index_q = std::max(index_q, a.index_q_rows());
+  index_entries = std::max(index_entries, sizes.max_tokens / a.compressor->tokens_per_entry);
+  index_top_k = std::max<int64_t>(index_top_k, a.indexer->top_k);
+}
+
+CompressedScratch CompressedWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) const {
+  if (q == 0) return {};
+  const auto buffer = [&](int64_t width) -> void* {
+    if (width == 0) return nullptr;
+    return arena.allocate<std::byte>(rows * width * dtype_bytes(dtype), "activations");
+  };
+  const auto numbers = [&]<class T>(T, int64_t width) -> T* {
+    return width == 0 ? nullptr : arena.allocate<T>(rows * width, "activations");
+  };
+  const int64_t top_k = index_top_k;
+  // At least one entry, so that there is an address.
+  const int64_t stride = top_k > 0 ? std::max<int64_t>(index_entries, 1) : 0;
+  return {.q = buffer(q),
+          .groups = buffer(groups),
+          .inputs = numbers(float{}, inputs),
+          .index_q = buffer(index_q),
+          .scores = numbers(float{}, stride),
+          .scores_stride = stride,
+          .chosen = numbers(int32_t{}, top_k),
+          .num_chosen = numbers(int32_t{}, top_k > 0 ? 1 : 0)};
 }
 
 template <class Ctx>
-void Decoder::append_window(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                            std::span<const GroupMetadata> groups,
-                            const Activations& activations) const {
-  const DecoderConfig& c = config();
-  const auto& a = std::get<CompressedAttention>(c.layers[layer].attention);
-  const auto& w = std::get<CompressedAttentionWeights>(weights().layers[layer].attention);
+void write_keys_values(Ctx& ctx, const CompressedAttention& a, const CompressedAttentionWeights& w,
+                       const AttentionPass& pass) {
+  const DecoderConfig& c = pass.config;
+  const PassRows& rows = pass.rows;
+  const Activations& activations = pass.activations;
   const DType dtype = activations.dtype;
-  const auto& window = metadata_of<SlidingMetadata>(groups[group_of(layer, kWindowStore)]);
+  const auto& window = metadata_of<SlidingMetadata>(pass.metadata(pass.groups, kWindowStore));
   project(ctx, row_count(rows), w.qkv_a,
-          {.x = input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
+          {.x = pass.input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
   ctx.run(append_window_entries,
           AppendWindowEntriesParams{.num_rows = rows.num_rows,
                                     .max_rows = rows.capacity,
@@ -67,24 +89,23 @@ void Decoder::append_window(Ctx& ctx, int32_t layer, const void* input, const Pa
                                     .entry_norm = w.kv_norm,
                                     .norm_weight_offset = c.norm_weight_offset,
                                     .norm_eps = c.norm_eps,
-                                    .rope = compressed_rope(a, rows),
-                                    .entries = kv_of(layer, kWindowStore),
+                                    .rope = pass.rope(a.rope, rows),
+                                    .entries = pass.stores[kWindowStore],
                                     .head_dim = a.head_dim,
                                     .rope_head_dim = a.rope_head_dim,
                                     .dtype = dtype});
 }
 
 template <class Ctx>
-void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                                   std::span<const GroupMetadata> groups,
-                                   const Activations& activations) const {
-  const DecoderConfig& c = config();
-  const auto& a = std::get<CompressedAttention>(c.layers[layer].attention);
-  const auto& w = std::get<CompressedAttentionWeights>(weights().layers[layer].attention);
-  const CompressedActivations& own = activations.compressed;
+void run_attention(Ctx& ctx, const CompressedAttention& a, const CompressedAttentionWeights& w,
+                   const AttentionPass& pass) {
+  const DecoderConfig& c = pass.config;
+  const PassRows& rows = pass.rows;
+  const Activations& activations = pass.activations;
+  const auto& own = activations.of<CompressedScratch>();
   const DType dtype = activations.dtype;
-  const auto& window = metadata_of<SlidingMetadata>(groups[group_of(layer, kWindowStore)]);
-  const LatentRope rope = compressed_rope(a, rows);
+  const auto& window = metadata_of<SlidingMetadata>(pass.metadata(pass.groups, kWindowStore));
+  const LatentRope rope = pass.rope(a.rope, rows);
   const auto rotate = [&](void* x, int32_t num_heads, int32_t head_dim, bool has_norm,
                           bool is_inverse) {
     ctx.run(rotate_heads, RotateHeadsParams{.num_rows = rows.num_rows,
@@ -100,7 +121,7 @@ void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, c
                                             .dtype = dtype});
   };
 
-  append_window(ctx, layer, input, rows, groups, activations);
+  write_keys_values(ctx, a, w, pass);
   const auto project_q = [&](const Linear& linear, void* y) {
     project(ctx, row_count(rows), linear,
             {.x = activations.qkv,
@@ -119,7 +140,7 @@ void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, c
                                       .window_begin = window.kv_begin,
                                       .window_end = window.kv_end,
                                       .window_table = window.table,
-                                      .window = kv_of(layer, kWindowStore),
+                                      .window = pass.stores[kWindowStore],
                                       .entry_end = nullptr,
                                       .entry_table = {},
                                       .entries = {},
@@ -137,25 +158,25 @@ void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, c
                                       .max_seqs = rows.max_seqs,
                                       .max_rows_per_seq = rows.max_rows_per_seq};
   if (a.compressor) {
-    const auto& tail = metadata_of<SlidingMetadata>(groups[group_of(layer, kTailStore)]);
-    const auto& entries = metadata_of<CompressedMetadata>(groups[group_of(layer, kEntryStore)]);
-    const KvLayerView entry_view = kv_of(layer, kEntryStore);
+    const auto& tail = metadata_of<SlidingMetadata>(pass.metadata(pass.groups, kTailStore));
+    const auto& entries = metadata_of<CompressedMetadata>(pass.metadata(pass.groups, kEntryStore));
+    const KvLayerView entry_view = pass.stores[kEntryStore];
     const KvLayerView key_view = keys_behind(entry_view, a.head_dim);
     project(ctx, row_count(rows), w.compress,
-            {.x = input, .y = own.inputs, .x_dtype = dtype, .y_dtype = DType::kFloat32});
+            {.x = pass.input, .y = own.inputs, .x_dtype = dtype, .y_dtype = DType::kFloat32});
     ctx.run(append_tail, AppendTailParams{.num_rows = rows.num_rows,
                                           .max_rows = rows.capacity,
                                           .x = own.inputs,
                                           .x_stride = a.compress_rows(),
                                           .slot_mapping = tail.slot_mapping,
-                                          .tail = kv_of(layer, kTailStore),
+                                          .tail = pass.stores[kTailStore],
                                           .width = a.tail_width()});
     ctx.run(compress, CompressParams{.num_rows = rows.num_rows,
                                      .max_rows = rows.capacity,
                                      .positions = rows.positions,
                                      .seq_slot = rows.seq_slot,
                                      .entry_slots = entries.slot_mapping,
-                                     .tail = kv_of(layer, kTailStore),
+                                     .tail = pass.stores[kTailStore],
                                      .tail_table = tail.table,
                                      .tail_width = a.tail_width(),
                                      .tokens_per_entry = a.compressor->tokens_per_entry,
@@ -228,21 +249,19 @@ void Decoder::compressed_attention(Ctx& ctx, int32_t layer, const void* input, c
           {.x = own.groups, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype});
 }
 
-template void Decoder::append_window<CpuContext>(CpuContext&, int32_t, const void*, const PassRows&,
-                                                 std::span<const GroupMetadata>,
-                                                 const Activations&) const;
-template void Decoder::compressed_attention<CpuContext>(CpuContext&, int32_t, const void*,
-                                                        const PassRows&,
-                                                        std::span<const GroupMetadata>,
-                                                        const Activations&) const;
+template void run_attention<CpuContext>(CpuContext&, const CompressedAttention&,
+                                        const WeightsOf<CompressedAttention>&,
+                                        const AttentionPass&);
+template void write_keys_values<CpuContext>(CpuContext&, const CompressedAttention&,
+                                            const WeightsOf<CompressedAttention>&,
+                                            const AttentionPass&);
 #ifdef PACELINE_CUDA
-template void Decoder::append_window<CudaContext>(CudaContext&, int32_t, const void*,
-                                                  const PassRows&, std::span<const GroupMetadata>,
-                                                  const Activations&) const;
-template void Decoder::compressed_attention<CudaContext>(CudaContext&, int32_t, const void*,
-                                                         const PassRows&,
-                                                         std::span<const GroupMetadata>,
-                                                         const Activations&) const;
+template void run_attention<CudaContext>(CudaContext&, const CompressedAttention&,
+                                         const WeightsOf<CompressedAttention>&,
+                                         const AttentionPass&);
+template void write_keys_values<CudaContext>(CudaContext&, const CompressedAttention&,
+                                             const WeightsOf<CompressedAttention>&,
+                                             const AttentionPass&);
 #endif
 
 }  // namespace paceline

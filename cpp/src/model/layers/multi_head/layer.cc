@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/layers/multi_head/layer.h"
+
+#include <span>
+#include <variant>
+
+#include "base/check.h"
+#include "base/overloaded.h"
+#include "device/cpu_context.h"
+#include "device/cuda_context.h"
+#include "model/forward/activations.h"
+#include "model/forward/layer_ops.h"
+
+namespace paceline {
+namespace {
+
+// Norms and rotates the rows of activations.qkv, and appends their keys and values to the cache.
+// Without queries, a row begins with its keys.
+template <class Ctx>
+void rotate_and_append(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeights& w,
+                       const AttentionPass& pass, bool has_queries) {
+  const DecoderConfig& c = pass.config;
+  const PassRows& rows = pass.rows;
+  const Activations& activations = pass.activations;
+  const RopeTable& rope = pass.rope_tables[static_cast<size_t>(a.rope)];
+  ctx.run(qk_norm_rope_append,
+          QkNormRopeAppendParams{.num_rows = rows.num_rows,
+                                 .max_rows = rows.capacity,
+                                 .qkv = activations.qkv,
+                                 .positions = rows.positions,
+                                 .slot_mapping = slot_mapping(pass.metadata(pass.groups)),
+                                 .q_norm = has_queries ? w.q_norm : nullptr,
+                                 .k_norm = w.k_norm,
+                                 .norm_weight_offset = c.norm_weight_offset,
+                                 .norm_eps = c.norm_eps,
+                                 .rope_cos = rope.cos,
+                                 .rope_sin = rope.sin,
+                                 .kv = pass.stores[0],
+                                 .num_qo_heads = has_queries ? a.num_qo_heads : 0,
+                                 .num_kv_heads = a.num_kv_heads,
+                                 .head_dim = a.head_dim,
+                                 .qkv_dtype = activations.dtype,
+                                 .kv_inputs = a.kv_inputs(),
+                                 .has_v_norm = a.has_v_norm,
+                                 .position_offset = pass.rope_offset});
+}
+
+// Multi-head attention, once the keys and values of the rows are in the cache.
+template <class Ctx>
+void attend(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeights& w,
+            const AttentionPass& pass, const PassRows& rows, std::span<const GroupMetadata> groups,
+            const Activations& activations) {
+  const GroupMetadata& metadata = pass.metadata(groups);
+  const auto paged = [&](const int32_t* kv_begin, const int32_t* kv_end, const BlockTable& table) {
+    ctx.run(paged_attention, PagedAttentionParams{.num_rows = rows.num_rows,
+                                                  .max_rows = rows.capacity,
+                                                  .qkv = activations.qkv,
+                                                  .seq_slot = rows.seq_slot,
+                                                  .kv_begin = kv_begin,
+                                                  .kv_end = kv_end,
+                                                  .block_table = table.blocks,
+                                                  .block_table_stride = table.stride,
+                                                  .kv = pass.stores[0],
+                                                  .scale = a.scale,
+                                                  .soft_cap = a.soft_cap,
+                                                  .sinks = w.sinks,
+                                                  .y = activations.attention,
+                                                  .num_qo_heads = a.num_qo_heads,
+                                                  .num_kv_heads = a.num_kv_heads,
+                                                  .head_dim = a.head_dim,
+                                                  .dtype = activations.dtype,
+                                                  .num_seqs = rows.num_seqs,
+                                                  .row_indptr = rows.row_indptr,
+                                                  .max_seqs = rows.max_seqs,
+                                                  .max_rows_per_seq = rows.max_rows_per_seq,
+                                                  .kv_inputs = a.kv_inputs()});
+  };
+  std::visit(Overloaded{[&](const FullMetadata& full) { paged(nullptr, full.kv_end, full.table); },
+                        [&](const SlidingMetadata& sliding) {
+                          paged(sliding.kv_begin, sliding.kv_end, sliding.table);
+                        },
+                        [&](const WindowListMetadata& list) {
+                          ctx.run(list_attention,
+                                  ListAttentionParams{.num_rows = rows.num_rows,
+                                                      .max_rows = rows.capacity,
+                                                      .qkv = activations.qkv,
+                                                      .window_slots = list.window_slots,
+                                                      .window_count = list.window_count,
+                                                      .window = list.window,
+                                                      .kv = pass.stores[0],
+                                                      .scale = a.scale,
+                                                      .sinks = w.sinks,
+                                                      .y = activations.attention,
+                                                      .num_qo_heads = a.num_qo_heads,
+                                                      .num_kv_heads = a.num_kv_heads,
+                                                      .head_dim = a.head_dim,
+                                                      .dtype = activations.dtype,
+                                                      .kv_inputs = a.kv_inputs()});
+                        },
+                        [](const CompressedMetadata&) {
+                          PACELINE_CHECK(false, "keys and values are not in a compressed group");
+                        }},
+             metadata);
+  project(ctx, row_count(rows), w.o,
+          {.x = activations.attention,
+           .y = activations.branch,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
+}
+
+}  // namespace
+
+template <class Ctx>
+void run_attention(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeights& w,
+                   const AttentionPass& pass) {
+  const Activations& activations = pass.activations;
+  project(ctx, row_count(pass.rows), w.qkv,
+          {.x = pass.input,
+           .y = activations.qkv,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
+  rotate_and_append(ctx, a, w, pass, /*has_queries=*/true);
+  if (pass.output == nullptr) return attend(ctx, a, w, pass, pass.rows, pass.groups, activations);
+  pick_queries(ctx, *pass.output, activations, w.qkv.weight.n);
+  Activations picked = activations;
+  picked.qkv = pass.output->qkv;
+  attend(ctx, a, w, pass, pass.output->rows, pass.output->groups, picked);
+}
+
+template <class Ctx>
+void write_keys_values(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeights& w,
+                       const AttentionPass& pass) {
+  const Linear kv = context_rows(a, w);
+  project(ctx, row_count(pass.rows), kv,
+          {.x = pass.input,
+           .y = pass.activations.qkv,
+           .x_dtype = pass.activations.dtype,
+           .y_dtype = pass.activations.dtype});
+  rotate_and_append(ctx, a, w, pass, /*has_queries=*/false);
+}
+
+template void run_attention<CpuContext>(CpuContext&, const MultiHeadAttention&,
+                                        const WeightsOf<MultiHeadAttention>&, const AttentionPass&);
+template void write_keys_values<CpuContext>(CpuContext&, const MultiHeadAttention&,
+                                            const WeightsOf<MultiHeadAttention>&,
+                                            const AttentionPass&);
+#ifdef PACELINE_CUDA
+template void run_attention<CudaContext>(CudaContext&, const MultiHeadAttention&,
+                                         const WeightsOf<MultiHeadAttention>&,
+                                         const AttentionPass&);
+template void write_keys_values<CudaContext>(CudaContext&, const MultiHeadAttention&,
+                                             const WeightsOf<MultiHeadAttention>&,
+                                             const AttentionPass&);
+#endif
+
+}  // namespace paceline
