@@ -28,9 +28,9 @@ struct PackArgs {
   bool is_aligned;         // rows begin and end at multiples of 16 bytes
 };
 
-// How a kind is packed: `kWords` words make a unit. `word(g, t, word)` makes one from the rows g
-// and g + 8 of a tile, of which row r begins at `tile + r * pitch`; low_bits() are the bits of row
-// g.
+// How a kind is packed: `kWords` words make a unit. With g = group(unit), word() makes one of them
+// from the rows g and g + 8 of a tile, of which row r begins at `tile + r * pitch`; low_bits() are
+// the bits of that word which come from row g.
 template <PackedKind kind>
 struct Packing;
 

@@ -215,7 +215,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _is_rust_panic(error: BaseException) -> bool:
-    """Whether an extension written in Rust, such as tokenizers, has failed; not an Exception."""
+    """Returns whether an extension written in Rust, such as tokenizers, failed; no Exception."""
     return type(error).__name__ == "PanicException"
 
 

@@ -184,12 +184,12 @@ class Dispatcher:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Returns whether `close` was called."""
         return self._is_closed
 
     @property
     def is_polling(self) -> bool:
-        """Whether the polling thread runs."""
+        """Returns whether the polling thread runs."""
         return self._polling_thread is not None
 
     def open(self) -> Session:

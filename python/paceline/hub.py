@@ -124,7 +124,7 @@ def _check_no_mistake(model: str | os.PathLike[str]) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a string can be the name of a model on the hub; sends no request."""
+    """Returns whether a string can be the name of a model on the hub; sends no request."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -362,7 +362,7 @@ def _missing_weights(folder: Path) -> list[str]:
 
 
 def _hub_errors() -> tuple[type[BaseException], ...]:
-    """What huggingface_hub raises when a request fails.
+    """Returns what huggingface_hub raises when a request fails.
 
     The bases of its own error are those of the HTTP client, which differs between its versions.
     """
@@ -458,7 +458,7 @@ def _is_offline(error: BaseException) -> bool:
 
 
 def _is_local(error: BaseException) -> bool:
-    """Whether the cache cannot be written, e.g. because the disk is full."""
+    """Returns whether the cache cannot be written, e.g. because the disk is full."""
     is_connection = isinstance(error, ConnectionError | TimeoutError)
     return isinstance(error, OSError) and error.errno is not None and not is_connection
 

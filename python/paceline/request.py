@@ -111,7 +111,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `finish` was called."""
+        """Returns whether `finish` was called."""
         return self.last_event is not None
 
     @property
@@ -207,7 +207,7 @@ class Request:
 
     @property
     def contradicts_its_grammar(self) -> bool:
-        """Whether the output failed because the parameters exclude all that the grammar allows."""
+        """Returns whether the output failed since the parameters exclude all that is allowed."""
         if self.params.structured_outputs is None:
             return False
         return self.error is not None and _RULED_OUT in self.error
@@ -231,7 +231,7 @@ class Request:
         return finish_reason, None
 
     def _is_cut(self) -> bool:
-        """Whether the engine's limit has ended an output before max_tokens."""
+        """Returns whether the engine's limit has ended an output before max_tokens."""
         longest, most = self._max_model_len, self.params.max_tokens
         if longest is None or len(self.prompt_token_ids) + len(self.token_ids) < longest:
             return False
@@ -331,7 +331,7 @@ class RequestGroup:
         )
 
     def is_to_cancel(self, sample: int) -> bool:
-        """Whether a stop string has ended a sample that the engine still runs."""
+        """Returns whether a stop string has ended a sample that the engine still runs."""
         request = self.samples[sample]
         return request.stop_string is not None and not request.is_finished
 

@@ -289,7 +289,7 @@ def _check_count(name: str, count: int, most: int) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value is a sequence, but neither a string nor bytes."""
+    """Returns whether a value is a sequence, but neither a string nor bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | _BYTES)
 
 

@@ -125,17 +125,17 @@ class SpeculativeConfig:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether the drafter is one that the model brings, see `completed`."""
+        """Returns whether the drafter is one that the model brings, see `completed`."""
         return self.method is None and self.model is None
 
     @property
     def is_off(self) -> bool:
-        """Whether it sets nothing, which means plain decoding."""
+        """Returns whether it sets nothing, which means plain decoding."""
         return self == SpeculativeConfig()
 
     @property
     def has_model(self) -> bool:
-        """Whether a model drafts."""
+        """Returns whether a model drafts."""
         return self.method not in MODEL_FREE_METHODS
 
     @property
@@ -244,7 +244,7 @@ class SpeculativeConfig:
 
 
 def ignored_keys(value: object) -> dict[str, object]:
-    """What a parsed configuration has of vLLM's keys that change nothing, by name."""
+    """Returns what a parsed configuration has of vLLM's keys that change nothing, by name."""
     if isinstance(value, str):
         value = parse_json("speculative_config", value)
     if not isinstance(value, Mapping):

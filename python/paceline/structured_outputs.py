@@ -18,7 +18,7 @@ KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclasses.dataclass(init=False, unsafe_hash=True)
 class StructuredOutputsParams:
-    """What an output must look like, with vLLM's names and meanings. Exactly one kind is given.
+    """The form of an output, with vLLM's names and meanings. Exactly one kind is given.
 
     Attributes:
         json: A JSON schema, as a dict or as JSON text; stored as text. The output is a JSON value

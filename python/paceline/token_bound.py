@@ -118,7 +118,7 @@ def _is_keeping_pre_tokenizer(part: dict[str, Any]) -> bool:
 def _has_token_for_every_character(
     model: Any, vocabulary: dict[str, int], is_byte_level: bool
 ) -> bool:
-    """Whether the model drops no character and merges no unknown characters into one token."""
+    """Returns whether the model drops no character and merges no unknown ones into one token."""
     if type(model).__name__ != "BPE":
         return False
     if model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -133,7 +133,7 @@ def _has_token_for_every_character(
 
 
 def _keeps_all_tokens(tokenizer: Tokenizer) -> bool:
-    """Whether the post-processor only adds tokens."""
+    """Returns whether the post-processor only adds tokens."""
     for part in _parts(tokenizer.post_processor, "processors"):
         if part["type"] == "TemplateProcessing":
             if not any(piece.get("Sequence", {}).get("id") == "A" for piece in part["single"]):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Encoding(dict[str, Any]):
-    """What calling a `Tokenizer` returns: a dict whose entries are attributes too.
+    """The result of calling a `Tokenizer`: a dict whose entries are attributes too.
 
     Attributes:
         input_ids: The token ids of the text, or a list of them for each text.

@@ -33,7 +33,7 @@ class Advice:
     is_switch: bool = False
 
     def accepts(self, value: object) -> bool:
-        """Whether a value changes nothing; True is not 1, and members of enums go by their name."""
+        """Returns whether a value changes nothing; True is not 1, and enum members go by name."""
         if isinstance(value, enum.Enum):
             value = value.name
         return self.harmless == "all" or any(
@@ -281,7 +281,7 @@ def advice_for(owner: str, argument: str) -> Advice | None:
 
 
 def is_harmless(owner: str, argument: str, value: object) -> bool:
-    """Whether a value of an argument of vLLM changes nothing."""
+    """Returns whether a value of an argument of vLLM changes nothing."""
     advice = advice_for(owner, argument)
     return advice is not None and advice.accepts(value)
 

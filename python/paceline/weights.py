@@ -176,7 +176,7 @@ def update_weights(
 
 
 def _has_own_drafter(target: StateDict, method: str | None) -> bool:
-    """Whether a method drafts with tensors that are those of the target."""
+    """Returns whether a method drafts with tensors that are those of the target."""
     return method is not None and method in (MTP, own_block_kind(target.config))
 
 

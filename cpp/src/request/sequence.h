@@ -2,8 +2,9 @@
 #pragma once
 
 // One sample of a request while the engine serves it: what the host knows about it, which lags
-// behind the device by the iterations in flight. The executor owns it; only the scheduler writes
-// it.
+// behind the device by the iterations in flight. The engine owns it. The scheduler writes what
+// follows from its plans: phases, blocks, numbers of computed rows. The engine writes what comes
+// back from the device, such as tokens, counters and logprobs.
 
 #include <cstdint>
 #include <memory>

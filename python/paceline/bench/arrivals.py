@@ -51,7 +51,7 @@ class Arrivals:
 
     @property
     def needs_capacity(self) -> bool:
-        """Whether a rate is a share of the capacity."""
+        """Returns whether a rate is a share of the capacity."""
         return any(is_share for _, is_share in self.rates)
 
     def num_runs(self, rounds: int) -> int:
@@ -61,7 +61,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class ArrivalRows:
-    """What one engine gave.
+    """The figures of one engine.
 
     Attributes:
         rows: One for each rate, as plain JSON types.

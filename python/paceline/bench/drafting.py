@@ -139,7 +139,7 @@ def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
 
 
 def speculation_of(config: SpeculativeConfig) -> Speculation:
-    """What the engine is told of a complete configuration."""
+    """Returns what the engine is told of a complete configuration."""
     return Speculation(
         config.k,
         config.rejection_sample_method,

@@ -176,7 +176,7 @@ def _floors(
 
 @dataclass(frozen=True)
 class Operation:
-    """What a product or the attention of a layer reads and computes, for all sequences.
+    """The bytes and operations of a product or of a layer's attention, for all sequences.
 
     Attributes:
         name: For example "layers.0.attn.qkv" or "layers.0.attention".
@@ -306,7 +306,7 @@ def pass_operations(
 
 
 def _is_block(draft: BenchModel) -> bool:
-    """Whether one pass of the drafter makes all drafts."""
+    """Returns whether one pass of the drafter makes all drafts."""
     return "block" in draft.config.get("drafter", {})
 
 

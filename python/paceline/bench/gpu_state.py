@@ -26,7 +26,7 @@ _APPLICATION_CLOCKS: Final = 0x2
 
 @dataclass(frozen=True)
 class GpuState:
-    """What the GPU did while a row was measured. A figure that the driver does not give is None.
+    """The GPU while a row was measured. A figure that the driver does not give is None.
 
     Attributes:
         sm_clock_mhz: Median clock of the multiprocessors.

@@ -116,7 +116,7 @@ class Measurement:
 
 
 def can_trace(device: str) -> bool:
-    """Whether the engine can time the kernels of an iteration on a device."""
+    """Returns whether the engine can time the kernels of an iteration on a device."""
     return device == "cuda"
 
 

@@ -88,7 +88,7 @@ def run_latency(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Cell:
-    """What one engine measures.
+    """The measurements of one engine.
 
     Attributes:
         variant: "plain", or k and the driver.

@@ -55,7 +55,7 @@ class BenchModel:
 
     @functools.cached_property
     def costs(self) -> MatrixCosts:
-        """What the matrices cost that a pass reads and computes with."""
+        """Returns what the matrices cost that a pass reads and computes with."""
         return matrix_costs(self.config, self.model.weight_dtype, self.model.device)
 
     @property
@@ -107,7 +107,7 @@ def config_names() -> list[str]:
 
 
 def is_config_name(source: str) -> bool:
-    """Whether this is the name of a configuration rather than a folder."""
+    """Returns whether this is the name of a configuration rather than a folder."""
     return source in config_names()
 
 

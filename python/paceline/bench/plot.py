@@ -75,7 +75,7 @@ def read_report(path: str) -> dict[str, Any]:
 
 
 def is_pairs_report(report: dict[str, Any]) -> bool:
-    """Whether a report is one of `paceline bench pairs`."""
+    """Returns whether a report is one of `paceline bench pairs`."""
     return report.get("bench") == "pairs"
 
 

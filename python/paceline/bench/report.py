@@ -70,7 +70,7 @@ class Setup:
 
     @property
     def has_mixture(self) -> bool:
-        """Whether the target or the drafter is a mixture of experts."""
+        """Returns whether the target or the drafter is a mixture of experts."""
         models = (self.target,) if self.draft is None else (self.target, self.draft)
         return any(model.costs.num_experts > 0 for model in models)
 

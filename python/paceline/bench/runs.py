@@ -185,7 +185,7 @@ def trace(executor: _core.Executor, workload: Workload, vocab: int) -> list[dict
 
 
 def has_ended(event: _core.RequestEvent, *, is_cancelled: bool = False) -> bool:
-    """Whether this is a request's last event.
+    """Returns whether this is a request's last event.
 
     Raises:
         RuntimeError: The request ended neither by its length, nor by a stop token, nor with

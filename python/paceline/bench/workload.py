@@ -62,7 +62,8 @@ class Speculation:
 
     @property
     def may_stop_early(self) -> bool:
-        """Whether an iteration may draft fewer tokens than k: it stops below a threshold, or prompt
-        lookup finds nothing.
+        """Returns whether an iteration may draft fewer tokens than k.
+
+        It may end below a threshold, prompt lookup may find nothing, or the engine chooses.
         """
         return self.draft_stop_threshold > 0 or self.ngram_max > 0 or self.adaptive

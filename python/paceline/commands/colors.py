@@ -25,7 +25,7 @@ COLOR_CHOICES: Final = ("auto", "always", "never")
 
 
 def wants_color(choice: str) -> bool:
-    """Whether `--color` asks for colours on standard output.
+    """Returns whether `--color` asks for colours on standard output.
 
     Args:
         choice: "always", "never", or "auto": if standard output is a terminal, unless the variable

@@ -43,7 +43,7 @@ def take_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], d
 
 
 def refusals(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
-    """What to do instead of each flag that would change something, by the flag.
+    """Returns what to do instead of each flag that would change something, by the flag.
 
     Args:
         given: The result of `take_flags`.

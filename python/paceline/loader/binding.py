@@ -84,7 +84,7 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
 
 
 def same_bytes(shard: TensorSource, name: str, other: TensorSource, other_name: str) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
+    """Returns whether two tensors have the same dtype, shape and bytes."""
     if shard.is_same(name, other, other_name):
         return True
     dtype, shape, nbytes = shard.info(name)

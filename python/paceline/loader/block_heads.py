@@ -61,7 +61,7 @@ def read_heads(
 
 
 def _has_confidence(top: Section, block: Section, facts: BlockFacts) -> bool:
-    """Whether the drafter has a confidence head and the configuration enables it."""
+    """Returns whether the drafter has a confidence head and the configuration enables it."""
     key = "enable_confidence_head"
     section = find_key(key, block) or top
     is_there = facts.confidence_columns > 0
@@ -75,7 +75,7 @@ def _has_confidence(top: Section, block: Section, facts: BlockFacts) -> bool:
 
 
 def _reads_token(top: Section, block: Section, facts: BlockFacts, sizes: Sizes, rank: int) -> bool:
-    """Whether the confidence head reads the Markov head's row of the token before a draft."""
+    """Returns whether the confidence head reads the Markov head's row of the token before."""
     key = "confidence_head_with_markov"
     section = find_key(key, block) or top
     reads_token = section.boolean(key, rank > 0 and facts.confidence_columns != sizes.hidden)

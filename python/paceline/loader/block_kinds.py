@@ -50,12 +50,12 @@ def block_subfolders(path: Path) -> list[str]:
 
 
 def has_gemma4_layers(top: Section) -> bool:
-    """Whether the drafter is of deepseek-ai's class for Gemma 4."""
+    """Returns whether the drafter is of deepseek-ai's class for Gemma 4."""
     return any(_GEMMA4 in plain for plain in _plain_names(top))
 
 
 def is_named_dspark(top: Section) -> bool:
-    """Whether the drafter's class is one of DSpark, with or without a Markov head."""
+    """Returns whether the drafter's class is one of DSpark, with or without a Markov head."""
     return any(DSPARK in plain for plain in _plain_names(top))
 
 
@@ -121,7 +121,7 @@ def read_mask_token(top: Section, block: Section, vocab_size: int) -> int:
 
 
 def read_causality(top: Section, block: Section) -> bool | None:
-    """Whether all layers are causal, in a file that is not one of `speculators`; None: unknown."""
+    """Returns whether all layers are causal, in a file not of `speculators`; None: unknown."""
     for section, key in ((top, "is_causal"), (block, "causal")):
         if section.has(key):
             return section.boolean(key)
@@ -129,5 +129,5 @@ def read_causality(top: Section, block: Section) -> bool | None:
 
 
 def samples_from_anchor(top: Section) -> bool:
-    """Whether the row of the newest token predicts a token."""
+    """Returns whether the row of the newest token predicts a token."""
     return top.boolean("sample_from_anchor", is_named_dspark(top))

@@ -22,5 +22,5 @@ _MORE_TEMPLATE: Final = re.compile(rf"{MORE_TEMPLATES}/\w[\w-]*\.jinja", re.ASCI
 
 
 def is_more_template(name: str) -> bool:
-    """Whether a name, relative to the folder, is that of a further chat template."""
+    """Returns whether a name, relative to the folder, is that of a further chat template."""
     return _MORE_TEMPLATE.fullmatch(name) is not None

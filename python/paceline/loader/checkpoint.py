@@ -102,7 +102,7 @@ class OpenedModel:
         return Target(self.path, self.family.architecture, self.config, self.weight_dtype, tables)
 
     def is_narrowed(self, tensor: BoundTensor) -> bool:
-        """Whether Python has to round the tensor, from F16 to bfloat16.
+        """Returns whether Python has to round the tensor, from F16 to bfloat16.
 
         The library refuses to, because that loses bits and saves no memory. A drafter shares
         buffers with its target and has no choice; a target has, and is refused before.

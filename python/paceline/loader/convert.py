@@ -155,7 +155,7 @@ def _check_block(draft: DrafterCheckpoint, num_speculative_tokens: int) -> None:
 
 
 def _names_own_drafter(folder: CheckpointFolder, method: str | None) -> bool:
-    """Whether `method` is that of the block drafter in the target's own files."""
+    """Returns whether `method` is that of the block drafter in the target's own files."""
     if method not in BLOCK_KINDS or folder.has_only_pickle:
         return False
     return own_block_kind(folder.config) == method

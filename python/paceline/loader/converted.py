@@ -57,7 +57,7 @@ class ConvertedPart:
 
 @dataclass(frozen=True)
 class ConvertedFolder:
-    """What a `paceline.json` says.
+    """The content of a `paceline.json`.
 
     Attributes:
         target: The target.

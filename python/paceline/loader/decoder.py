@@ -73,7 +73,7 @@ class Layer:
 
     @property
     def owns_kv(self) -> bool:
-        """Whether the layer computes keys and values."""
+        """Returns whether the layer computes keys and values."""
         return self.kv_source is None and not self.reads_target
 
 

@@ -253,7 +253,7 @@ def _read_latent(text: Section, defaults: _Defaults) -> _Latent:
 
 
 def _read_mlp_types(text: Section, num_layers: int, defaults: _Defaults) -> tuple[str, ...]:
-    """Whether each layer is dense or sparse, in either spelling."""
+    """Returns whether each layer is dense or sparse, in either spelling."""
     key, old_key = "mlp_layer_types", "first_k_dense_replace"
     num_dense = text.integer(old_key, defaults.dense_layers, low=0)
     counted = tuple(_DENSE if i < num_dense else _SPARSE for i in range(num_layers))

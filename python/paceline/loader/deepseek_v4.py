@@ -61,7 +61,7 @@ _MAIN_ROPE, _COMPRESS_ROPE = 0, 1
 
 @dataclass(frozen=True)
 class _Config:
-    """What a configuration says."""
+    """The content of a configuration."""
 
     sizes: Sizes
     shape: V4Shape
@@ -113,7 +113,7 @@ def deepseek_v4(hf: HfConfig) -> Family:
 
 
 def has_stages(top: Section) -> bool:
-    """Whether a configuration is that of a target with a block drafter in its own files."""
+    """Returns whether a configuration is that of a target with a block drafter in its own files."""
     names = top.values.get("architectures")
     is_this = isinstance(names, list) and ARCHITECTURE in names
     return is_this and any(key.startswith(_DSPARK_KEYS) for key in top.values)
@@ -374,7 +374,7 @@ def _read_rates(text: Section) -> dict[str, int]:
 
 
 def _read_hashed(text: Section, num_layers: int) -> list[bool]:
-    """Whether the experts of each layer are those of a table by token, in either spelling."""
+    """Returns whether each layer's experts are those of a table by token, in either spelling."""
     key, old_key = "mlp_layer_types", "num_hash_layers"
     counted = [i < text.integer(old_key, 3, low=0) for i in range(num_layers)]
     names = _read_list(text, key, (_HASH, _MOE), num_layers)

@@ -40,7 +40,7 @@ _STAGE: Final = "mtp."
 
 
 def has_stage(weights: Weights) -> bool:
-    """Whether the files of a target have the first stage."""
+    """Returns whether the files of a target have the first stage."""
     return any(name.startswith(f"{_STAGE}0.main_") for name in weights.owners)
 
 

@@ -112,7 +112,7 @@ class V4Shape:
 
 @dataclass(frozen=True)
 class V4Layer:
-    """What differs from layer to layer.
+    """The facts that differ from layer to layer.
 
     Attributes:
         ratio: The tokens of an entry; 0: there are none.
@@ -141,7 +141,7 @@ class V4Formats:
 
     @property
     def has_scales(self) -> bool:
-        """Whether any matrix has scales."""
+        """Returns whether any matrix has scales."""
         return self.dense is not None or self.experts is not None
 
     def entries(self, *names: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def decoder_tensors_v4(
 
 
 def end_mix(shape: V4Shape, layout: Layout, theirs: str) -> Iterator[TensorSpec]:
-    """What sums the residual streams at the end of a model."""
+    """Returns what sums the residual streams at the end of a model."""
     yield from _mix(shape, layout, "end_mix", theirs, "hc_head_", (shape.streams, "hc_mult"), 1)
 
 

@@ -247,8 +247,9 @@ ARCHITECTURES: Final[dict[str, str]] = {
 
 
 def is_same_family(architecture: str, other: str) -> bool:
-    """Whether two architectures are of one family, such as a text model and the same model with a
-    vision tower; unknown architectures are compared by name.
+    """Returns whether two architectures are of one family.
+
+    A text model and the same with a vision tower are; unknown architectures are compared by name.
     """
     family = _FAMILIES.get(architecture)
     return architecture == other or (family is not None and _FAMILIES.get(other) is family)

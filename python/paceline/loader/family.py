@@ -34,7 +34,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix or one for each expert; norms and biases are always float32."""
+        """Returns whether it is a matrix or one for each expert; norms and biases are float32."""
         return self.name.endswith(".weight") and len(self.shape) > 1
 
 

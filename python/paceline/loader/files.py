@@ -46,7 +46,7 @@ def find(path: Path) -> os.stat_result | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether a path exists; raises ModelFileError as `find` does."""
+    """Returns whether a path exists; raises ModelFileError as `find` does."""
     return find(path) is not None
 
 

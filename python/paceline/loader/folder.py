@@ -84,7 +84,7 @@ class CheckpointFolder:
 
     @cached_property
     def converted(self) -> ConvertedFolder:
-        """What `paceline convert` wrote; errors as for `read_converted` and `read_json_object`."""
+        """Reads what `paceline convert` wrote; errors as for `read_converted`."""
         path = self.path / FOLDER_NAME
         values = read_json_object(path, "the description of the folder", has_unique_keys=True)
         return read_converted(Section(values, str(path)))
@@ -128,7 +128,7 @@ class CheckpointFolder:
 
     @property
     def has_only_pickle(self) -> bool:
-        """Whether the weights are a pickle and nothing else."""
+        """Returns whether the weights are a pickle and nothing else."""
         return (
             self._given_weights is None
             and exists(self.path / PICKLE_NAME)

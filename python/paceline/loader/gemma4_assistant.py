@@ -57,7 +57,7 @@ _EMBEDDINGS: Final = "model.embed_tokens.weight"
 
 
 def is_assistant_config(top: Section) -> bool:
-    """Whether a configuration names itself an assistant's."""
+    """Returns whether a configuration names itself an assistant's."""
     names = top.strings("architectures")
     if names:
         return any(name in ASSISTANT_ARCHITECTURES for name in names)

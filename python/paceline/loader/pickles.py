@@ -136,7 +136,7 @@ def read_mask_embedding(path: Path) -> tuple[int, npt.NDArray[np.float32]]:
 
 
 def _load(path: Path) -> Any:
-    """What a pickle holds, read weights only."""
+    """Returns what a pickle holds, read weights only."""
     try:
         import torch
     except ModuleNotFoundError:

@@ -43,7 +43,7 @@ _JOINED: Final = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """What the key says.
+    """The content of the key.
 
     Attributes:
         section: The key's object.
@@ -64,7 +64,7 @@ class Quantization:
     patterns: tuple[re.Pattern[str], ...] = ()
 
     def excludes(self, module: str, prefixes: Sequence[str]) -> bool:
-        """Whether a module has no scales.
+        """Returns whether a module has no scales.
 
         Args:
             module: Its path after the prefix, such as "layers.0.mlp.up_proj".
@@ -194,7 +194,7 @@ def _with_paths(section: Section, format: MatrixFormat, key: str) -> Quantizatio
 
 
 def _is_fast(pattern: str) -> bool:
-    """Whether a regular expression fails on a path of 60 characters after at most 50,000 steps."""
+    """Returns whether a regular expression fails on 60 characters after at most 50,000 steps."""
     if len(pattern) > _MAX_PATTERN_CHARS:
         return False
     # Without escaped characters, sets and the marks of plain groups.

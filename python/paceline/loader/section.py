@@ -122,7 +122,7 @@ class Section:
         return f"{self.path}.{key}" if self.path else key
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Returns whether the key is there and not null."""
         return self.values.get(key) is not None
 
     def error(self, key: str, expected: str, note: str = "") -> ModelFileError:

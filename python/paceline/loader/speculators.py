@@ -20,7 +20,7 @@ CURE: Final = "; or name the target as the model, and this folder as speculative
 
 @dataclass(frozen=True)
 class Speculators:
-    """What the configuration of such a folder says about its use.
+    """The use of such a folder, as its configuration states it.
 
     Attributes:
         section: The section "speculators_config".
@@ -72,7 +72,7 @@ class Speculators:
 
 
 def read_speculators(top: Section) -> Speculators | None:
-    """What a `config.json` says about its target; None: it is not one of the package.
+    """Returns what a `config.json` says about its target; None: it is not one of the package.
 
     Raises:
         ModelFileError: A key has a wrong type.

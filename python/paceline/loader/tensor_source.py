@@ -30,7 +30,7 @@ class TensorSource(Protocol):
         """
 
     def is_same(self, name: str, other: TensorSource, other_name: str) -> bool:
-        """Whether two tensors share their memory, so that they need not be compared."""
+        """Returns whether two tensors share their memory, so that they need not be compared."""
 
     def put(self, builder: _core.ModelBuilder, weight: str, name: str) -> None:
         """Fills a weight of a model with a tensor.
@@ -50,7 +50,7 @@ class Weights(Protocol):
 
     @property
     def where(self) -> str:
-        """What names all tensors, for messages."""
+        """Returns what names all tensors, for messages."""
 
     @property
     def owners(self) -> Mapping[str, TensorSource]:

@@ -28,7 +28,7 @@ _MAX_REASON_CHARS: Final = 300
 
 
 class _Silent(dict[int, bool]):
-    """Whether an id has no text. Remembers each answer, as it is asked for every output token."""
+    """Tells whether an id has no text; remembers each answer, since every output token asks."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         super().__init__()

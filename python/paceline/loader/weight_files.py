@@ -240,7 +240,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a string is the plain name of a .safetensors file, without any folder."""
+    """Returns whether a string is the plain name of a .safetensors file, without any folder."""
     return (
         name.endswith(".safetensors")
         and len(name.encode(errors="replace")) <= _MAX_NAME_BYTES

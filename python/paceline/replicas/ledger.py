@@ -313,7 +313,7 @@ def open_samples(run: Run) -> list[Sample]:
 
 
 def is_untouched(run: Run) -> bool:
-    """Whether no sample of a run has tokens, has ended or is cancelled."""
+    """Returns whether no sample of a run has tokens, has ended or is cancelled."""
     return not any(one.run is not run or one.tokens or one.is_cancelled for one in run.samples)
 
 

@@ -101,7 +101,7 @@ class EngineEvent:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a server must know of its replicas' engines, which are alike.
+    """The facts that a server needs of its replicas' engines, which are alike.
 
     Attributes:
         target: The target, without its weights.

@@ -37,7 +37,7 @@ TOO_LONG: Final = "context_length_exceeded"
 
 
 class ApiError(Exception):
-    """What a client gets instead of a result.
+    """The error that a client gets instead of a result.
 
     Attributes:
         status: The HTTP status.

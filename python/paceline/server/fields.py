@@ -128,7 +128,7 @@ _REFUSED_IN_CHATS: Final = REFUSED | {
 
 @dataclasses.dataclass(frozen=True)
 class Wishes:
-    """What completions and chats have in common.
+    """The fields that completions and chats have in common.
 
     Attributes:
         params: The sampling parameters.

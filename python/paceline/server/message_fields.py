@@ -78,7 +78,7 @@ _TIERS: Final = ("auto", "standard_only")
 
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
-    """What a request says of its prompt, and of the form of the output."""
+    """The prompt of a request, and the form of its output."""
 
     messages: list[Any]
     arguments: dict[str, Any]

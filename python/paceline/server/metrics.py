@@ -55,7 +55,7 @@ class Times:
 
 
 class RequestFigures:
-    """What the server measures of its requests. For one event loop.
+    """The figures that the server measures of its requests. For one event loop.
 
     Attributes:
         first_token: Time to the first token.

@@ -254,7 +254,7 @@ def _table(schema: Schema) -> str:
 
 
 def _kind(schema: Schema) -> str:
-    """What a value may be, in words."""
+    """Returns what a value may be, in words."""
     if "anyOf" in schema:
         kinds = [_kind(one) for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))

@@ -109,7 +109,7 @@ class Pieces:
 
 
 class _Wait(enum.Enum):
-    """What a connection waits for, if for its client."""
+    """The thing that a connection waits for, if for its client."""
 
     HEADERS = enum.auto()
     BODY = enum.auto()

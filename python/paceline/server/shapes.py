@@ -222,7 +222,7 @@ class ChatShape(Shape):
         return _with_calls(choice, has_calls=self._num_calls[chunk.sample] > 0)
 
     def _describes_tokens(self) -> bool:
-        """Whether chunks say more of tokens than their text."""
+        """Returns whether chunks say more of tokens than their text."""
         wishes = self.wishes
         params = wishes.params
         return (

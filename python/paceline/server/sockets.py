@@ -69,7 +69,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(opened: socket.socket) -> bool:
-    """Whether only this machine can reach a socket."""
+    """Returns whether only this machine can reach a socket."""
     return ipaddress.ip_address(opened.getsockname()[0].partition("%")[0]).is_loopback
 
 
@@ -110,7 +110,7 @@ def max_connections(given: int | None, num_files: int) -> int:
 
 
 class Connection(Protocol):
-    """What `Connections` needs of a connection."""
+    """The methods of a connection that `Connections` calls."""
 
     def abort(self) -> None:
         """Closes it at once; `Connections.remove` follows in a later turn of the event loop."""

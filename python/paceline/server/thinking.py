@@ -18,7 +18,7 @@ _SWITCHES: Final = ("enable_thinking", "thinking")
 
 
 class Thinking(NamedTuple):
-    """What a model's chat template reads.
+    """The settings of thinking that a model's chat template reads.
 
     Attributes:
         efforts: The values of its variable `reasoning_effort`; empty if it has none.

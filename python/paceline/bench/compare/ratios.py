@@ -68,7 +68,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """What the interval says of B: "better" or "worse" if it does not contain 1, else
+        """Returns what the interval says of B: "better" or "worse" if it does not contain 1, else
         WITHIN_NOISE; CANNOT_BE_JUDGED without an interval, and "" for the clock.
         """
         if self.figure == CLOCK:

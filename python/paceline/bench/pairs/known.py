@@ -53,7 +53,7 @@ class ImposedLength:
 
     @property
     def is_published(self) -> bool:
-        """Whether the pair has a published length."""
+        """Returns whether the pair has a published length."""
         return self.source != _ASSUMED
 
 

@@ -211,7 +211,7 @@ def print_unmeasured(entry: Unmeasured, name_width: int) -> None:
 
 
 def legend(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the columns are, and the acceptances that these rows have."""
+    """Returns what the columns are, and the acceptances that these rows have."""
     seen = {row["acceptance"] for row in rows}
     gpu = [GPU_LEGEND] if device == "cuda" else []
     return "\n".join([LEGEND, *gpu, *(text for name, text in _ACCEPTANCES.items() if name in seen)])

@@ -22,7 +22,7 @@ _MAX_REASON: Final = 300
 
 @dataclass
 class Answer:
-    """What a request has given.
+    """The result of a request.
 
     Attributes:
         error: Why it failed; "" if it did not.

@@ -77,7 +77,7 @@ def result_of(
 
 
 def details_of(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What `--save-detailed` adds: the times and texts of each request."""
+    """Returns what `--save-detailed` adds: the times and texts of each request."""
     return {
         "input_lens": [answer.num_prompt_tokens for answer in answers],
         "output_lens": [answer.num_output_tokens for answer in answers],
