@@ -30,8 +30,8 @@ from paceline.config import DEVICES, DTYPES
 from paceline.loader import ARCHITECTURES
 from paceline.loader.families import is_same_family
 from paceline.loader.formats import PLAIN_DTYPES
-from paceline.speculative_checks import LATER_METHODS, METHODS
 from paceline.speculative_config import SpeculativeConfig
+from paceline.speculative_fields import LATER_METHODS, METHODS
 from paceline.vllm_arguments import ADVICE, FLAGS, LEAVE_OUT, Advice
 from paceline.vllm_names import ATTRIBUTES, MODULE_NAMES
 

@@ -289,7 +289,7 @@ def _run_convert(args: argparse.Namespace) -> int:
     from paceline.hub import find_folder
     from paceline.loader.block_kinds import block_subfolders
     from paceline.loader.convert import check_options, convert
-    from paceline.speculative_checks import METHODS
+    from paceline.speculative_fields import METHODS
 
     if not args.quiet:
         check_output()

@@ -24,8 +24,8 @@ from paceline.loader.drafter_checkpoint import detect_method, stated_num_drafts
 from paceline.loader.files import exists, find
 from paceline.loader.folder import TOKENIZER_NAME
 from paceline.loader.speculators import CURE, Speculators, read_speculators
-from paceline.speculative_checks import BLOCK_METHODS
 from paceline.speculative_config import SpeculativeConfig
+from paceline.speculative_fields import BLOCK_METHODS
 
 #: What `tokenizer` may be, for messages.
 TOKENIZER: Final = "a folder with tokenizer.json, that file, or the name of a model on the hub"

@@ -19,7 +19,7 @@ from paceline.limits import (
 from paceline.loader import ARCHITECTURES
 from paceline.outputs import acceptance
 from paceline.sampling import SamplingParams
-from paceline.speculative_checks import (
+from paceline.speculative_fields import (
     DRAFT_DRIVERS,
     DRAFT_FEEDBACKS,
     DRAFT_POSITIONS,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the keys of a `SpeculativeConfig` may be, each by itself and beside the others."""
+"""The values allowed for the keys of a `SpeculativeConfig`, each by itself and beside others."""
 
 from __future__ import annotations
 
 import operator
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from paceline.checks import (
     check_bool,
@@ -23,31 +23,17 @@ from paceline.limits import (
     MAX_PROMPT_LOOKUP,
     MAX_SPECULATIVE_TOKENS,
 )
-
-if TYPE_CHECKING:
-    from paceline.speculative_config import SpeculativeConfig
-
-METHODS: Final = (
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "gemma4_mtp",
-    "dflash",
-    "dspark",
-    "ngram",
-    "custom",
+from paceline.speculative_fields import (
+    BLOCK_METHODS,
+    DRAFT_DRIVERS,
+    DRAFT_FEEDBACKS,
+    DRAFT_POSITIONS,
+    DRAFT_SAMPLE_METHODS,
+    LATER_METHODS,
+    METHODS,
+    REJECTION_SAMPLE_METHODS,
+    SpeculativeFields,
 )
-#: The methods whose drafter states how many tokens it drafts, and may be in the target's folder.
-BLOCK_METHODS: Final = ("dflash", "dspark")
-#: The methods without a model.
-MODEL_FREE_METHODS: Final = ("ngram", "custom")
-LATER_METHODS: Final = ("suffix",)
-REJECTION_SAMPLE_METHODS: Final = ("coupled", "standard", "block", "synthetic")
-DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
-DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
-DRAFT_POSITIONS: Final = ("last", "next")
-DRAFT_FEEDBACKS: Final = ("normed", "raw")
 
 # Those of REJECTION_SAMPLE_METHODS that compare the probabilities of drafter and target.
 _RATIO_METHODS: Final = ("standard", "block")
@@ -56,7 +42,7 @@ _RATIO_METHODS: Final = ("standard", "block")
 DEFAULT_PROMPT_LOOKUP: Final = 5
 
 
-def check_all(config: SpeculativeConfig) -> None:
+def check_all(config: SpeculativeFields) -> None:
     """Checks a configuration, and sets those of its keys whose default depends on other keys.
 
     Raises:
@@ -84,11 +70,11 @@ def check_all(config: SpeculativeConfig) -> None:
     _check_draft_feedback(config)
 
 
-def _set(config: SpeculativeConfig, key: str, value: Any) -> None:
+def _set(config: SpeculativeFields, key: str, value: Any) -> None:
     object.__setattr__(config, key, value)
 
 
-def _check_number_of_drafts(config: SpeculativeConfig) -> None:
+def _check_number_of_drafts(config: SpeculativeFields) -> None:
     k = config.num_speculative_tokens
     if k is None and (config.is_incomplete or config.method in BLOCK_METHODS):
         return
@@ -96,7 +82,7 @@ def _check_number_of_drafts(config: SpeculativeConfig) -> None:
     _set(config, "num_speculative_tokens", k)
 
 
-def _check_model(config: SpeculativeConfig) -> None:
+def _check_model(config: SpeculativeFields) -> None:
     key = "speculative_config['model']"
     if not config.has_model:
         source = (
@@ -135,7 +121,7 @@ def _check_model(config: SpeculativeConfig) -> None:
     check_revision("speculative_config['revision']", config.revision)
 
 
-def _check_drafter(config: SpeculativeConfig) -> None:
+def _check_drafter(config: SpeculativeFields) -> None:
     key = "speculative_config['drafter']"
     if config.method == "custom":
         if not callable(config.drafter):
@@ -150,7 +136,7 @@ def _check_drafter(config: SpeculativeConfig) -> None:
         )
 
 
-def _check_prompt_lookup(config: SpeculativeConfig) -> None:
+def _check_prompt_lookup(config: SpeculativeFields) -> None:
     given = {"prompt_lookup_min": config.prompt_lookup_min}
     given["prompt_lookup_max"] = config.prompt_lookup_max
     for name, value in given.items():
@@ -179,7 +165,7 @@ def _check_prompt_lookup(config: SpeculativeConfig) -> None:
     _set(config, "prompt_lookup_max", operator.index(high))
 
 
-def _check_synthetic_length(config: SpeculativeConfig) -> None:
+def _check_synthetic_length(config: SpeculativeFields) -> None:
     key = "speculative_config['synthetic_acceptance_length']"
     value = config.synthetic_acceptance_length
     if config.rejection_sample_method != "synthetic":
@@ -198,7 +184,7 @@ def _check_synthetic_length(config: SpeculativeConfig) -> None:
     _set(config, "synthetic_acceptance_length", length)
 
 
-def _check_draft_sampling(config: SpeculativeConfig) -> None:
+def _check_draft_sampling(config: SpeculativeFields) -> None:
     key = "speculative_config['draft_sample_method']"
     has_probabilities = config.rejection_sample_method in _RATIO_METHODS
     is_looked_up = has_probabilities and not config.has_model
@@ -222,7 +208,7 @@ def _check_draft_sampling(config: SpeculativeConfig) -> None:
     check_choice(key, config.draft_sample_method, allowed)
 
 
-def _check_draft_proposals(config: SpeculativeConfig) -> None:
+def _check_draft_proposals(config: SpeculativeFields) -> None:
     key = "speculative_config['x']['draft_proposals']"
     has_probabilities = (
         config.rejection_sample_method in _RATIO_METHODS
@@ -243,7 +229,7 @@ def _check_draft_proposals(config: SpeculativeConfig) -> None:
     _set(config, "draft_proposals", check_int(key, count, 1, MAX_DRAFT_PROPOSALS))
 
 
-def _check_draft_stop(config: SpeculativeConfig) -> None:
+def _check_draft_stop(config: SpeculativeFields) -> None:
     key = "speculative_config['x']['draft_stop_threshold']"
     allowed = "a number from 0 (off) to below 1"
     threshold = check_finite(key, config.draft_stop_threshold, allowed)
@@ -265,7 +251,7 @@ def _check_draft_stop(config: SpeculativeConfig) -> None:
     _set(config, "draft_stop_threshold", threshold)
 
 
-def _check_adaptive(config: SpeculativeConfig) -> None:
+def _check_adaptive(config: SpeculativeFields) -> None:
     key = "speculative_config['x']['adaptive']"
     if config.adaptive is None:
         return
@@ -277,7 +263,7 @@ def _check_adaptive(config: SpeculativeConfig) -> None:
         )
 
 
-def _check_draft_position(config: SpeculativeConfig) -> None:
+def _check_draft_position(config: SpeculativeFields) -> None:
     key = "speculative_config['x']['draft_position']"
     if config.draft_position is None:
         if config.method == "gemma4_mtp":
@@ -292,7 +278,7 @@ def _check_draft_position(config: SpeculativeConfig) -> None:
         )
 
 
-def _check_draft_feedback(config: SpeculativeConfig) -> None:
+def _check_draft_feedback(config: SpeculativeFields) -> None:
     key = "speculative_config['x']['draft_feedback']"
     if config.draft_feedback is None:
         return

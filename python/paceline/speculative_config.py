@@ -11,15 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.checks import check_choice, did_you_mean, parse_json, quoted, shorten
-from paceline.custom_drafter import Drafter
 from paceline.limits import MAX_SPECULATIVE_TOKENS
-from paceline.speculative_checks import (
-    BLOCK_METHODS,
-    LATER_METHODS,
-    METHODS,
-    MODEL_FREE_METHODS,
-    check_all,
-)
+from paceline.speculative_checks import check_all
+from paceline.speculative_fields import BLOCK_METHODS, LATER_METHODS, METHODS, SpeculativeFields
 from paceline.vllm_arguments import advice_for
 
 #: The model by which vLLM names prompt lookup, beside the method "ngram".
@@ -37,7 +31,7 @@ _NESTED_KEYS: Final = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
+class SpeculativeConfig(SpeculativeFields):
     """How tokens are drafted and accepted. Keys are vLLM's; Paceline's own are nested under "x".
 
     `method` and `model` may both be None where the model brings a drafter of its own: a folder of
@@ -103,40 +97,13 @@ class SpeculativeConfig:
             "block" have seeded output that depends on times, and the method "custom" is refused.
     """
 
-    method: str | None = None
-    model: str | None = None
-    revision: str | None = None
-    drafter: Drafter | None = None
-    num_speculative_tokens: int | None = None
-    rejection_sample_method: str = "coupled"
-    synthetic_acceptance_length: float | None = None
-    draft_sample_method: str | None = None
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    draft_driver: str = "unrolled"
-    draft_stop_threshold: float = 0.0
-    draft_position: str | None = None
-    draft_feedback: str | None = None
-    draft_proposals: int | None = None
-    adaptive: bool | None = None
-
     def __post_init__(self) -> None:
         check_all(self)
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Returns whether the drafter is one that the model brings, see `completed`."""
-        return self.method is None and self.model is None
 
     @property
     def is_off(self) -> bool:
         """Returns whether it sets nothing, which means plain decoding."""
         return self == SpeculativeConfig()
-
-    @property
-    def has_model(self) -> bool:
-        """Returns whether a model drafts."""
-        return self.method not in MODEL_FREE_METHODS
 
     @property
     def k(self) -> int:

@@ -10,8 +10,8 @@ from typing import Any, Final
 from paceline.bench.workload import Speculation
 from paceline.checks import parse_json, quoted, shorten
 from paceline.limits import MAX_SPECULATIVE_TOKENS
-from paceline.speculative_checks import DRAFT_DRIVERS
 from paceline.speculative_config import SpeculativeConfig
+from paceline.speculative_fields import DRAFT_DRIVERS
 
 # Default speculation. Dummy weights would accept no draft, so their acceptance is synthetic.
 _DEFAULT_SPECULATION: Final[dict[str, Any]] = {"num_speculative_tokens": 4}

@@ -34,7 +34,7 @@ from paceline.bench.costs import (
 from paceline.bench.models import BenchModel
 
 if TYPE_CHECKING:
-    from paceline.bench.latency import Measurement
+    from paceline.bench.measurement import Measurement
     from paceline.bench.workload import Workload
 
 #: Dense bfloat16 operations per second of an H200 in a large matrix product.

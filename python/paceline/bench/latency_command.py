@@ -21,7 +21,8 @@ from paceline.bench.arrivals import (
 )
 from paceline.bench.drafting import speculations
 from paceline.bench.floor import Speed, with_floor
-from paceline.bench.latency import Measurement, can_trace, measure
+from paceline.bench.latency import can_trace, measure
+from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.options import (
     LatencyOptions,

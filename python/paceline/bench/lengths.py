@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from paceline.bench.latency import Measurement
+from paceline.bench.measurement import Measurement
 from paceline.checks import shorten
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 

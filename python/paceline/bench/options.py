@@ -29,7 +29,7 @@ from paceline.limits import (
     MAX_TEMPERATURE,
 )
 from paceline.sampling import SamplingParams
-from paceline.speculative_checks import DRAFT_DRIVERS
+from paceline.speculative_fields import DRAFT_DRIVERS
 
 # Keys of --sampling: the parameters that cost time.
 _SAMPLING: Final = (

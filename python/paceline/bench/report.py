@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from paceline import _core
 from paceline.bench.floor import CUDA_BF16_FLOPS
-from paceline.bench.latency import Measurement
 from paceline.bench.lengths import at_lengths
+from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel
 from paceline.bench.tables import gpu_cells
 from paceline.bench.workload import Speculation

@@ -23,8 +23,8 @@ from paceline.commands.prompt_input import Input, read_prompts
 from paceline.console import integer
 from paceline.limits import MAX_INT, MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
-from paceline.speculative_checks import METHODS, MODEL_FREE_METHODS, REJECTION_SAMPLE_METHODS
 from paceline.speculative_config import SpeculativeConfig
+from paceline.speculative_fields import METHODS, MODEL_FREE_METHODS, REJECTION_SAMPLE_METHODS
 
 #: Methods whose drafter is a model of its own.
 _METHODS: Final = tuple(method for method in METHODS if method not in MODEL_FREE_METHODS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.latency import Measurement
+from paceline.bench.measurement import Measurement
 from paceline.bench.pairs.known import ImposedLength, Pair
 from paceline.bench.report import GPU_LEGEND, machine_name, print_cells
 from paceline.bench.serving import draft_metrics, serving_metrics
