@@ -159,9 +159,20 @@ class Staging {
   size_t half_ = 0;
 };
 
+// Of the device that the calling thread uses.
+int64_t num_multiprocessors() {
+  int device = 0;
+  int count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+        "the number of multiprocessors");
+  return count;
+}
+
 class CudaMemory final : public DeviceMemory {
  public:
   CudaMemory() {
+    // The first GPU that the process sees; CUDA_VISIBLE_DEVICES chooses it.
     check(cudaSetDevice(0), "cudaSetDevice");
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   }
@@ -271,7 +282,7 @@ class CudaMemory final : public DeviceMemory {
     PACELINE_CHECK(first % 8 == 0, first);
     constexpr int32_t kThreads = 256;
     const auto blocks = static_cast<uint32_t>(
-        std::clamp<int64_t>((count / 8 + kThreads - 1) / kThreads, 1, 132 * 16));
+        std::clamp<int64_t>((count / 8 + kThreads - 1) / kThreads, 1, 16 * num_multiprocessors()));
     const auto launch = [&]<class Value>() {
       fill_from_quantiles_kernel<<<blocks, kThreads, 0, stream_>>>(
           reinterpret_cast<Value*>(to), first, count, seed, salt,
@@ -292,8 +303,8 @@ class CudaMemory final : public DeviceMemory {
   template <class In, class Out, class Convert>
   void launch_convert(const SourceMatrix& from, std::byte* to, Convert convert) {
     constexpr int32_t kThreads = 256;
-    const auto blocks = static_cast<uint32_t>(
-        std::clamp<int64_t>((from.rows * from.cols + kThreads - 1) / kThreads, 1, 132 * 16));
+    const auto blocks = static_cast<uint32_t>(std::clamp<int64_t>(
+        (from.rows * from.cols + kThreads - 1) / kThreads, 1, 16 * num_multiprocessors()));
     convert_kernel<In><<<blocks, kThreads, 0, stream_>>>(from, reinterpret_cast<Out*>(to), convert);
     check(cudaGetLastError(), "converting a weight");
   }
@@ -387,11 +398,12 @@ double measure_cuda_read_bandwidth() {
     cudaEvent_t end = nullptr;
     cuda::check(cudaEventCreate(&begin), "cudaEventCreate");
     cuda::check(cudaEventCreate(&end), "cudaEventCreate");
+    const auto blocks = static_cast<uint32_t>(8 * cuda::num_multiprocessors());
     std::vector<float> times;
     for (int round = 0; round < 9; ++round) {
       cuda::check(cudaEventRecord(begin), "cudaEventRecord");
-      cuda::read_kernel<<<132 * 8, 256>>>(reinterpret_cast<const uint4*>(data.data()), kBytes / 16,
-                                          reinterpret_cast<uint32_t*>(sink.data()));
+      cuda::read_kernel<<<blocks, 256>>>(reinterpret_cast<const uint4*>(data.data()), kBytes / 16,
+                                         reinterpret_cast<uint32_t*>(sink.data()));
       cuda::check(cudaEventRecord(end), "cudaEventRecord");
       cuda::check(cudaEventSynchronize(end), "the bandwidth test");
       float ms = 0;
