@@ -2,7 +2,7 @@
 #pragma once
 
 // Shared by the attention kernels: the merge of chunks, and a plain kernel with one block per (row,
-// query head) for float32 and for window lists.
+// query head) for float32.
 //
 // A row's bits must not depend on which kernel or split computes it, so the merge uses intrinsics
 // only: the compiler may contract a * b + c, but never these.
@@ -100,22 +100,6 @@ struct PagedKeys {
   }
   __device__ int32_t offset(int32_t, int32_t key, int32_t block_size) const {
     return key % block_size;
-  }
-};
-
-// The same for ListAttentionParams; a key is an index of the list.
-struct ListKeys {
-  const int64_t* window_slots;
-  const int32_t* window_count;
-  int32_t window;
-
-  __device__ int32_t begin(int32_t) const { return 0; }
-  __device__ int32_t end(int32_t row) const { return min(window_count[row], window); }
-  __device__ int64_t block(int32_t row, int32_t key, int32_t block_size) const {
-    return window_slots[int64_t{row} * window + key] / block_size;
-  }
-  __device__ int32_t offset(int32_t row, int32_t key, int32_t block_size) const {
-    return static_cast<int32_t>(window_slots[int64_t{row} * window + key] % block_size);
   }
 };
 

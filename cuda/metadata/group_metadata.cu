@@ -51,19 +51,6 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   if (seq_slot != kNotMade) build_row(p.rows, p.metadata, row, seq_slot, position);
 }
 
-// One warp per row.
-__global__ void __launch_bounds__(kThreads)
-    build_window_list_kernel(const __grid_constant__ BuildWindowListParams p) {
-  let_successor_start();
-  wait_for_predecessor();
-  const int32_t row = static_cast<int32_t>(thread_index() / 32);
-  int32_t position;
-  const int32_t seq_slot = row_to_build(p.rows, p.padded_rows, row, position);
-  if (seq_slot == kNotMade) return;
-  build_row(p.metadata, row, seq_slot, position, /*worker=*/static_cast<int32_t>(threadIdx.x % 32),
-            /*num_workers=*/32);
-}
-
 // One block, since every thread reads the step before one writes it.
 __global__ void __launch_bounds__(kMaxStepThreads)
     advance_draft_step_kernel(const __grid_constant__ AdvanceParams p) {
@@ -85,14 +72,6 @@ __global__ void __launch_bounds__(kMaxStepThreads)
   set_keep_drafting(p.stop, is_any_live);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    advance_window_list_kernel(const __grid_constant__ AdvanceWindowListParams p) {
-  let_successor_start();
-  wait_for_predecessor();
-  const int32_t row = static_cast<int32_t>(thread_index());
-  if (row < min(*p.rows.num_rows, p.rows.capacity)) advance_window_row(p, row);
-}
-
 template <class Params>
 void launch_build(CudaContext& ctx, const char* name, const Params& p) {
   const int32_t num_rows = std::max(p.rows.capacity, p.padded_rows);
@@ -110,12 +89,6 @@ void build_sliding(CudaContext& ctx, const BuildSlidingParams& p) {
   cuda::launch_build(ctx, "build_sliding", p);
 }
 
-void build_window_list(CudaContext& ctx, const BuildWindowListParams& p) {
-  const int64_t num_rows = std::max(p.rows.capacity, p.padded_rows);
-  cuda::launch(ctx, "build_window_list", cuda::build_window_list_kernel,
-               dim3(cuda::num_blocks(num_rows * 32)), dim3(cuda::kThreads), 0, p);
-}
-
 void build_compressed(CudaContext& ctx, const BuildCompressedParams& p) {
   cuda::launch_build(ctx, "build_compressed", p);
 }
@@ -125,11 +98,6 @@ void advance_draft_step(CudaContext& ctx, const AdvanceParams& p) {
       std::clamp((p.rows.capacity + 31) / 32 * 32, 32, cuda::kMaxStepThreads);
   cuda::launch(ctx, "advance_draft_step", cuda::advance_draft_step_kernel, dim3(1),
                dim3(static_cast<unsigned>(num_threads)), 0, p);
-}
-
-void advance_window_list(CudaContext& ctx, const AdvanceWindowListParams& p) {
-  cuda::launch(ctx, "advance_window_list", cuda::advance_window_list_kernel,
-               dim3(cuda::num_blocks(p.rows.capacity)), dim3(cuda::kThreads), 0, p);
 }
 
 }  // namespace paceline

@@ -162,7 +162,6 @@ constexpr std::array kOptionFields = {
     option_field("draft_position", [](auto& o) -> auto& { return o.speculative.draft_position; }),
     option_field("draft_driver", [](auto& o) -> auto& { return o.draft_driver; }),
     option_field("device_lateness", [](auto& o) -> auto& { return o.device_lateness; }),
-    option_field("use_window_lists", [](auto& o) -> auto& { return o.use_window_lists; }),
     option_field("host_delay_max_us", [](auto& o) -> auto& { return o.host_delay_max_us; }),
     option_field("adaptive", [](auto& o) -> auto& { return o.speculative.adaptive; }),
     option_field("draft_schedule_seed", [](auto& o) -> auto& { return o.draft_schedule_seed; }),

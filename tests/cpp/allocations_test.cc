@@ -115,7 +115,6 @@ TEST(Allocations, AnIterationMakesNone) {
         options.num_draft_tokens = kNumDrafts;
         options.num_threads = 2;
         options.accept_method = method;
-        options.use_window_lists = method == AcceptMethod::kBlock;
         DirectRunner direct(target, drafter, options);
         for (int32_t slot = 0; slot < kNumSeqs; ++slot) {
           direct.start(slot, std::vector<int32_t>(kPromptLen, 7), kPromptLen + 60,

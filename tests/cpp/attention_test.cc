@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// paged_attention and list_attention on the CPU, over sequences whose blocks lie anywhere in a pool
+// paged_attention on the CPU, over sequences whose blocks lie anywhere in a pool
 // of NaN: only bytes of the row's own sequence may be read.
 
 #include "ops/ops.h"
@@ -351,65 +351,6 @@ TEST(PagedAttention, ZeroRowsTouchNothing) {
   const AttentionShape shape = {1, 1, 16, 16, DType::kFloat32};
   Sequences sequences(shape, {4}, 22);
   EXPECT_TRUE(run_attention(sequences, {}, {}, {}).empty());
-}
-
-TEST(ListAttention, ReadsTheListedSlotsInOrder) {
-  TRACE_SEED();
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const AttentionShape shape = {4, 2, 64, 16, dtype};
-    constexpr int32_t kWindow = 200;
-    constexpr int32_t kLength = 450;
-    Sequences sequences(shape, {kLength}, 23);
-    Random random(24);
-    std::vector<AttentionRow> rows;
-    std::vector<int64_t> slots;
-    std::vector<int32_t> counts;
-    for (const bool is_at_start : {false, true}) {
-      for (const int32_t count : {1, 127, 128, 129, 200, 0}) {
-        const int32_t begin = count == 0 || is_at_start ? 0 : random.below(kLength - count);
-        rows.push_back({0, begin, begin + count});
-        for (int32_t i = 0; i < kWindow; ++i) {
-          slots.push_back(i < count ? sequences.slot(0, begin + i) : int64_t{1} << 50);
-        }
-        counts.push_back(count);
-      }
-    }
-    const int32_t num_rows = static_cast<int32_t>(rows.size());
-    const std::vector<float> qkv = random.normals(num_rows * qkv_width(shape));
-    const std::vector<float> sinks = random.normals(shape.num_qo_heads);
-    for (const float* const sinks_or_null : {static_cast<const float*>(nullptr), sinks.data()}) {
-      const AttentionOptions options = {.sinks = sinks_or_null};
-      std::vector<float> y(static_cast<size_t>(num_rows * 4 * 64), kNan);
-      ListAttentionParams params = {.num_rows = &num_rows,
-                                    .max_rows = num_rows,
-                                    .qkv = qkv.data(),
-                                    .window_slots = slots.data(),
-                                    .window_count = counts.data(),
-                                    .window = kWindow,
-                                    .kv = sequences.view(),
-                                    .scale = scale_of(shape),
-                                    .sinks = sinks_or_null,
-                                    .y = y.data(),
-                                    .num_qo_heads = 4,
-                                    .num_kv_heads = 2,
-                                    .head_dim = 64};
-      CpuContext ctx = context_of(2);
-      list_attention(ctx, params);
-      expect_attention(sequences, rows, qkv, y, options);
-      // From the start of a sequence, the chunks of a list are those of a range.
-      const std::vector<float> range = run_attention(sequences, rows, qkv, options);
-      EXPECT_TRUE(same_bits(y.data() + 6 * 256, range.data() + 6 * 256, 6 * 256));
-      // A stale entry shows.
-      const int64_t fresh = slots[kWindow * 2 + 100];
-      slots[kWindow * 2 + 100] = sequences.slot(0, rows[2].begin);
-      std::vector<float> stale(y.size(), kNan);
-      params.y = stale.data();
-      list_attention(ctx, params);
-      slots[kWindow * 2 + 100] = fresh;
-      EXPECT_FALSE(same_bits(y.data() + 2 * 256, stale.data() + 2 * 256, 256));
-      EXPECT_TRUE(same_bits(y.data(), stale.data(), 2 * 256));
-    }
-  }
 }
 
 }  // namespace

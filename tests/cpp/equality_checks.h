@@ -33,10 +33,7 @@ struct SpeculativeRun {
 inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& random,
                                 uint64_t seed, Tally& tally) {
   const Pick pick{random};
-  // Window lists sum over their keys in another order, so plain and speculative must both use them.
-  const bool use_window_lists = random() % 4 == 0;
   ExecutorOptions options = small_engine_options(0);
-  options.use_window_lists = use_window_lists;
   Executor plain(run_of.target, nullptr, options);
   const std::vector<Outcome> expected = run(plain, run_of.jobs);
   EXPECT_EQ(plain.check_integrity(), "");
@@ -49,7 +46,6 @@ inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& r
   options.draft_driver =
       pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager, DraftDriver::kWhile);
   options.device_lateness = pick(0, 1, 2);
-  options.use_window_lists = use_window_lists;
   options.poison_freed_blocks = true;
   options.num_threads = pick(1, 2);
   std::mt19937_64 own(seed);

@@ -117,9 +117,7 @@ TEST(Fork, SamplesEqualSeparateRequests) {
     const std::vector<SampledJob> jobs = sampled(bare, random, pick(3, 6, 12));
     const std::vector<Job> separate = apart(jobs);
 
-    const bool use_window_lists = random() % 4 == 0;
     ExecutorOptions options = options_of(0);
-    options.use_window_lists = use_window_lists;
     Executor plain(models.target, nullptr, options);
     const std::vector<Outcome> expected = run(plain, separate);
     EXPECT_EQ(plain.stats().num_shared_tokens, 0);
@@ -127,7 +125,6 @@ TEST(Fork, SamplesEqualSeparateRequests) {
     const bool drafts = models.draft != nullptr || models.is_ngram;
     const auto k = drafts ? static_cast<int32_t>(1 + random() % 16) : 0;
     options = options_of(k);
-    options.use_window_lists = use_window_lists;
     if (models.is_ngram) {
       options.speculative.ngram_min = 1;
       options.speculative.ngram_max = 3;

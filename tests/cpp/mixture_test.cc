@@ -265,11 +265,9 @@ std::vector<int32_t> prompt_of(int32_t vocab_size) {
 
 // The residual stream that enters layer 1, which is the work of layer 0, and the output of the
 // final norm, of a prompt. `last`: the number of layers.
-std::vector<float> hidden_states(const std::shared_ptr<const Model>& model,
-                                 bool use_window_lists = false, int32_t last = 2,
+std::vector<float> hidden_states(const std::shared_ptr<const Model>& model, int32_t last = 2,
                                  int32_t hidden = kHidden) {
   ExecutorOptions options = small_engine_options(0);
-  options.use_window_lists = use_window_lists;
   Executor executor(model, nullptr, options);
   Request request;
   request.prompt = prompt_of(32);
@@ -322,8 +320,7 @@ TEST(Mixture, MatchesReference) {
     make_mixture(shape, random);
     num_deepseek += shape.is_deepseek ? 1 : 0;
     const RawModel raw = random_raw_model(tiny_config_json(shape), seed);
-    const std::vector<float> got =
-        hidden_states(raw.build(), /*use_window_lists=*/false, /*last=*/3, shape.hidden);
+    const std::vector<float> got = hidden_states(raw.build(), /*last=*/3, shape.hidden);
     const reference::TargetStates want = reference::run_target(raw, prompt_of(32));
     int64_t num_far = 0;
     for (size_t row = 0; row < 40; ++row) {
@@ -377,10 +374,10 @@ TEST(Mixture, HasActivationsForEveryPlace) {
 TEST(Sinks, AddToTheSumOfTheSoftmaxInEveryKindOfAttention) {
   const std::string sinks = ", \"has_sinks\": true";
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  for (const bool use_window_lists : {false, true}) {
-    const std::vector<float> expected = hidden_states(dense_model(), use_window_lists);
+  {
+    const std::vector<float> expected = hidden_states(dense_model());
     const auto with_sinks = [&](float sink) {
-      return hidden_states(dense_model(sinks, std::vector<float>(4, sink)), use_window_lists);
+      return hidden_states(dense_model(sinks, std::vector<float>(4, sink)));
     };
     EXPECT_EQ(with_sinks(-kInfinity), expected);
     // The sliding layer alone, and then both layers.

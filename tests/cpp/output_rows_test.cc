@@ -39,10 +39,8 @@ constexpr int32_t kPrompt = 70;
 
 // Two prompts beside a sequence that decodes, all rows of a prompt in chunks of at most `chunk`.
 Seen run_prompts(const std::shared_ptr<const Model>& target,
-                 const std::shared_ptr<const Model>& draft, int32_t k, int32_t chunk,
-                 bool use_window_lists) {
-  DirectRunner direct(target, draft,
-                      {.max_seqs = 3, .num_draft_tokens = k, .use_window_lists = use_window_lists});
+                 const std::shared_ptr<const Model>& draft, int32_t k, int32_t chunk) {
+  DirectRunner direct(target, draft, {.max_seqs = 3, .num_draft_tokens = k});
   std::mt19937_64 random(5);
   for (int32_t slot = 0; slot < 3; ++slot) {
     std::vector<int32_t> prompt(slot == 0 ? 9 : kPrompt);
@@ -81,11 +79,9 @@ Seen run_prompts(const std::shared_ptr<const Model>& target,
 
 void expect_same(const std::shared_ptr<const Model>& target,
                  const std::shared_ptr<const Model>& draft, int32_t k) {
-  for (const bool use_window_lists : {false, true}) {
-    const Seen whole = run_prompts(target, draft, k, kPrompt, use_window_lists);
-    ASSERT_FALSE(whole.kv.empty());
-    EXPECT_TRUE(whole == run_prompts(target, draft, k, 10, use_window_lists));
-  }
+  const Seen whole = run_prompts(target, draft, k, kPrompt);
+  ASSERT_FALSE(whole.kv.empty());
+  EXPECT_TRUE(whole == run_prompts(target, draft, k, 10));
 }
 
 TEST(OutputRows, TargetsGiveTheBitsOfAllRows) {

@@ -163,9 +163,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     const int32_t max_logprobs = std::array{0, 5, 64}[switches() % 3];
     if (max_logprobs > 0) mix_logprobs(jobs, switches, max_logprobs);
 
-    const bool use_window_lists = random() % 6 == 0;
     ExecutorOptions options = options_of(0);
-    options.use_window_lists = use_window_lists;
     options.max_logprobs = max_logprobs;
     Executor plain(target, nullptr, options);
     const std::vector<Outcome> expected = run(plain, jobs);
@@ -180,7 +178,6 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     if (options.draft_driver == DraftDriver::kWhile && random() % 2 == 0) {
       options.speculative.draft_stop_threshold = pick(0.2, 0.6);
     }
-    options.use_window_lists = use_window_lists;
     options.poison_freed_blocks = true;
     options.max_logprobs = max_logprobs;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);

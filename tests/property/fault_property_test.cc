@@ -28,14 +28,13 @@ using testing::tiny_model;
 using testing::TinyModel;
 
 struct SelfDraft {
-  explicit SelfDraft(int32_t k, bool use_window_lists = false, int32_t lateness = 0,
-                     std::vector<int32_t> windows = {8, 0, 24}, int32_t kv_lora_rank = 0)
+  explicit SelfDraft(int32_t k, int32_t lateness = 0, std::vector<int32_t> windows = {8, 0, 24},
+                     int32_t kv_lora_rank = 0)
       : SelfDraft(
             tiny_model(TinyModel{.windows = std::move(windows), .kv_lora_rank = kv_lora_rank}, 5),
-            k, use_window_lists, lateness) {}
+            k, lateness) {}
 
-  SelfDraft(std::shared_ptr<const Model> of_model, int32_t k, bool use_window_lists = false,
-            int32_t lateness = 0)
+  SelfDraft(std::shared_ptr<const Model> of_model, int32_t k, int32_t lateness = 0)
       : model(std::move(of_model)) {
     layout = plan_kv_layout(kv_layer_shapes(model->config), kv_layer_shapes(model->config), 8,
                             DType::kFloat32, 8 << 20);
@@ -53,9 +52,7 @@ struct SelfDraft {
                                     .max_in_flight = max_in_flight},
                       .max_model_len = 256,
                       .vocab_size = model->config.vocab_size};
-    runner_options = {.runner = {.iteration = {.shape = engine_options.shape,
-                                               .max_model_len = 256,
-                                               .use_window_lists = use_window_lists},
+    runner_options = {.runner = {.iteration = {.shape = engine_options.shape, .max_model_len = 256},
                                  .max_in_flight = max_in_flight},
                       .lateness = lateness};
   }
@@ -82,7 +79,7 @@ void sound(Program&) {}
 
 TEST(PlantedFault, SkippedAdvanceOfOneGroup) {
   // The last group is a sliding one and then a latent one.
-  for (const SelfDraft& setup : {SelfDraft(6), SelfDraft(6, false, 0, {8, 24, 0}, 24)}) {
+  for (const SelfDraft& setup : {SelfDraft(6), SelfDraft(6, 0, {8, 24, 0}, 24)}) {
     EXPECT_EQ(self_draft_acceptance(setup, sound), 1.0);
     EXPECT_LT(
         self_draft_acceptance(setup,
@@ -130,21 +127,6 @@ TEST(PlantedFault, EntriesThatDraftStepsSeeTooEarlyOrTooLate) {
                               }),
         1.0);
   }
-}
-
-TEST(PlantedFault, StaleWindowList) {
-  // The node that keeps index lists current is disabled: the fault that crashed an engine.
-  const SelfDraft setup(6, /*use_window_lists=*/true);
-  EXPECT_EQ(self_draft_acceptance(setup, sound), 1.0);
-  static int32_t no_rows = 0;
-  EXPECT_LT(self_draft_acceptance(setup,
-                                  [](Program& program) {
-                                    for (AdvanceWindowListParams* p :
-                                         program.params_of(advance_window_list)) {
-                                      p->rows.num_rows = &no_rows;
-                                    }
-                                  }),
-            1.0);
 }
 
 TEST(PlantedFault, SwappedBlockTables) {
@@ -222,7 +204,7 @@ class WatchingRunner final : public Runner {
 };
 
 int64_t early_releases(bool plants_fault) {
-  SelfDraft setup(3, /*use_window_lists=*/false, /*lateness=*/2, {0, 0});
+  SelfDraft setup(3, /*lateness=*/2, {0, 0});
   setup.engine_options.poisons_freed_blocks = true;
   auto owned = std::make_unique<WatchingRunner>(setup.runner());
   WatchingRunner& watching = *owned;

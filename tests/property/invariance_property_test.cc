@@ -73,25 +73,5 @@ TEST(RowInvariance, SameBitsOnEveryPath) {
   }
 }
 
-// A list has the keys in another order than a range, so its sums differ in the last bits.
-TEST(WindowLists, GiveTheLogitsOfRanges) {
-  for (const bool has_sinks : {false, true}) {
-    std::mt19937_64 random(1);
-    const TinyModel shape{.windows = {8, 0, 40}, .is_gemma = false, .has_sinks = has_sinks};
-    const auto model = tiny_model(shape, 3);
-    const std::vector<int32_t> tokens = random_tokens(random, 140, 64);
-    DirectOptions options;
-    const Trace ranges = by_windows(model, tokens, 30, 4, options);
-    options.use_window_lists = true;
-    const Trace lists = by_windows(model, tokens, 30, 4, options);
-    for (size_t position = 0; position < tokens.size(); ++position) {
-      for (size_t i = 0; i < ranges.logits[position].size(); ++i) {
-        ASSERT_NEAR(lists.logits[position][i], ranges.logits[position][i], 1e-4)
-            << "position " << position << " token " << i << " sinks " << has_sinks;
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace paceline

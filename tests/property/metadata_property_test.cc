@@ -32,8 +32,7 @@ constexpr int32_t kMaxLen = 420;  // beyond three windows of 128
 
 // The draft side of an iteration on hand-made state, without any model.
 struct Bench {
-  Bench(int32_t k, int32_t block_size, bool use_window_lists, std::vector<int32_t> windows,
-        bool is_latent)
+  Bench(int32_t k, int32_t block_size, std::vector<int32_t> windows, bool is_latent)
       : windows(windows),
         config(parse_decoder_config(
             tiny_config_json({.windows = std::move(windows), .kv_lora_rank = is_latent ? 24 : 0}))),
@@ -44,8 +43,7 @@ struct Bench {
                           .max_logit_rows = 64,
                           .num_draft_tokens = k,
                           .first_rows = FirstRows::kNewest},
-                .max_model_len = kMaxLen,
-                .use_window_lists = use_window_lists},
+                .max_model_len = kMaxLen},
         buffers(allocate_iteration_buffers(arena, options, layout, config, &config)),
         fresh(allocate_iteration_buffers(arena, options, layout, config, &config)) {}
 
@@ -155,21 +153,11 @@ void expect_equal(const GroupMetadata& actual, const GroupMetadata& expected, in
     same(sliding->slot_mapping, e.slot_mapping, "slot_mapping");
     same(sliding->kv_begin, e.kv_begin, "kv_begin");
     same(sliding->kv_end, e.kv_end, "kv_end");
-  } else if (const auto* compressed = std::get_if<CompressedMetadata>(&actual)) {
-    const auto& e = std::get<CompressedMetadata>(expected);
-    same(compressed->slot_mapping, e.slot_mapping, "slot_mapping");
-    same(compressed->entry_end, e.entry_end, "entry_end");
   } else {
-    const auto& list = std::get<WindowListMetadata>(actual);
-    const auto& e = std::get<WindowListMetadata>(expected);
-    same(list.slot_mapping, e.slot_mapping, "slot_mapping");
-    same(list.window_count, e.window_count, "window_count");
-    for (int32_t row = 0; row < num_rows; ++row) {
-      for (int32_t i = 0; i < e.window_count[row]; ++i) {
-        ASSERT_EQ(list.window_slots[row * list.window + i], e.window_slots[row * e.window + i])
-            << "list entry " << i << " of row " << row;
-      }
-    }
+    const auto& compressed = std::get<CompressedMetadata>(actual);
+    const auto& e = std::get<CompressedMetadata>(expected);
+    same(compressed.slot_mapping, e.slot_mapping, "slot_mapping");
+    same(compressed.entry_end, e.entry_end, "entry_end");
   }
 }
 
@@ -228,11 +216,6 @@ int64_t check_draft_steps(Bench& bench, const Steps& steps, std::mt19937_64& ran
                       .sequences = b.sequences,
                       .drawn = b.drawn});
     advance_draft_step(ctx, advance);
-    for (const GroupMetadata& metadata : b.step_metadata) {
-      if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
-        advance_window_list(ctx, {b.step_rows, *list});
-      }
-    }
   }
   // The step after the last one must not have advanced.
   EXPECT_EQ(*b.current_draft_step, std::max(1, k - 1));
@@ -253,8 +236,7 @@ TEST(Metadata, AdvanceEqualsBuild) {
     // The last is GPT-OSS 20B for 120B: two groups on each side.
     const std::vector<int32_t> windows = std::array<std::vector<int32_t>, 3>{
         {{8, 0, 31}, {1, 16, 0}, {128, 0, 128, 0}}}[random() % 3];
-    const bool use_window_lists = random() % 2 == 0;
-    Bench bench(k, block_size, use_window_lists, windows, /*is_latent=*/seed % 3 == 0);
+    Bench bench(k, block_size, windows, /*is_latent=*/seed % 3 == 0);
     const size_t num_groups = std::set<int32_t>(windows.begin(), windows.end()).size();
     ASSERT_EQ(bench.layout.groups.size(), 2 * (num_groups + 4));
     for (size_t i = 0; i < 15 && !HasFatalFailure(); ++i) {
@@ -272,28 +254,26 @@ TEST(Metadata, AdvanceEqualsBuild) {
 TEST(Metadata, AdvanceEqualsBuildAtEveryPosition) {
   constexpr int32_t kMostDrafts = 16;
   std::mt19937_64 random(7);
-  for (const bool use_window_lists : {false, true}) {
-    for (const bool is_latent : {false, true}) {
-      Bench bench(kMostDrafts, /*block_size=*/3, use_window_lists, {128, 0, 4}, is_latent);
-      randomize_tables(bench, random);
-      IterationBuffers& b = bench.buffers;
-      b.staged.counts->num_seqs = b.staged.counts->num_drafting = kMaxSeqs;
-      int64_t num_live = 0;
-      int64_t expected = 0;
-      for (int32_t first = 2; first + kMaxSeqs + kMostDrafts <= kMaxLen; first += kMaxSeqs) {
-        for (int32_t slot = 0; slot < kMaxSeqs; ++slot) {
-          b.staged.seq_slot[slot] = slot;
-          b.sequences.known_len[slot] = first + slot;
-          b.sequences.limit[slot] = kMaxLen;
-          b.sequences.is_active[slot] = 1;
-          b.sequences.max_drafts[slot] = kMostDrafts;
-        }
-        num_live += check_draft_steps(bench, {.draw_ahead = 1}, random);
-        expected += int64_t{kMaxSeqs} * (kMostDrafts - 1);
-        if (HasFailure()) return;
+  for (const bool is_latent : {false, true}) {
+    Bench bench(kMostDrafts, /*block_size=*/3, {128, 0, 4}, is_latent);
+    randomize_tables(bench, random);
+    IterationBuffers& b = bench.buffers;
+    b.staged.counts->num_seqs = b.staged.counts->num_drafting = kMaxSeqs;
+    int64_t num_live = 0;
+    int64_t expected = 0;
+    for (int32_t first = 2; first + kMaxSeqs + kMostDrafts <= kMaxLen; first += kMaxSeqs) {
+      for (int32_t slot = 0; slot < kMaxSeqs; ++slot) {
+        b.staged.seq_slot[slot] = slot;
+        b.sequences.known_len[slot] = first + slot;
+        b.sequences.limit[slot] = kMaxLen;
+        b.sequences.is_active[slot] = 1;
+        b.sequences.max_drafts[slot] = kMostDrafts;
       }
-      EXPECT_EQ(num_live, expected);
+      num_live += check_draft_steps(bench, {.draw_ahead = 1}, random);
+      expected += int64_t{kMaxSeqs} * (kMostDrafts - 1);
+      if (HasFailure()) return;
     }
+    EXPECT_EQ(num_live, expected);
   }
 }
 

@@ -2,7 +2,7 @@
 """Speculative output == plain output over the whole matrix: tokens, and logprobs bit for bit.
 
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
-position of drafts x device lateness x temperature x truncation, penalties and bias x window lists x
+position of drafts x device lateness x temperature x truncation, penalties and bias x
 size of the KV pool x neighbours that are cancelled at random x samples per request x prefix cache
 x number of drafts by iteration.
 The prompts are branches of a random tree, and with the prefix cache all jobs run twice. The
@@ -52,7 +52,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "lateness": (0, 1, 2),
     "temperature": (0.0, 0.7, 1.0),
     "has_sampling": (False, True),
-    "use_window_lists": (False, True),
     "is_tight": (False, True),
     "has_neighbours": (False, True),
     "num_samples": (1, 3),
@@ -80,7 +79,6 @@ class Cell:
     lateness: int
     temperature: float
     has_sampling: bool
-    use_window_lists: bool
     is_tight: bool
     has_neighbours: bool
     num_samples: int
@@ -172,7 +170,6 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "ngram_min": 1 if cell.drafter == "ngram" else 0,
         "ngram_max": 3 if cell.drafter == "ngram" else 0,
         "device_lateness": cell.lateness,
-        "use_window_lists": cell.use_window_lists,
         "poison_freed_blocks": True,
         "max_logprobs": MAX_LOGPROBS,
         "draft_schedule_seed": cell.draft_schedule_seed,
@@ -183,7 +180,7 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
 @functools.cache
 def plain_outcomes(
     family: str, dtype: str, batch: int, temperature: float, has_sampling: bool,
-    use_window_lists: bool, num_samples: int,
+    num_samples: int,
 ) -> tuple[Outcome, ...]:  # fmt: skip
     """The reference: no drafter, one thread, a pool for all jobs, one sample per request."""
     executor = _core.Executor(
@@ -194,7 +191,6 @@ def plain_outcomes(
             "max_num_seqs": MAX_NUM_SEQS,
             "kv_cache_bytes": 32 << 20,
             "num_threads": 1,
-            "use_window_lists": use_window_lists,
             "max_logprobs": MAX_LOGPROBS,
             "enable_prefix_caching": False,
         },
@@ -215,7 +211,7 @@ def check(cell: Cell, **changes: Any) -> Counter[str]:
     draft = model(cell.family, cell.drafter, cell.dtype).model if is_model else None
     expected = plain_outcomes(
         cell.family, cell.dtype, cell.batch, cell.temperature, cell.has_sampling,
-        cell.use_window_lists, cell.num_samples,
+        cell.num_samples,
     )  # fmt: skip
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
     executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | changes)

@@ -31,7 +31,7 @@ OPTIONS = {"max_model_len": 64, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2}
         ({"kv_cache_bytes": 1.5}, ["'kv_cache_bytes' is 1.5", "an integer of 64 bits"]),
         ({"block_size": 10**5000}, ["'block_size' is <int>", "an integer of 32 bits"]),
         ({"block_size": "x" * 10**6}, ["'block_size' is 'xxx", "x...; allowed: an integer"]),
-        ({"use_window_lists": 1}, ["'use_window_lists' is 1", "True or False"]),
+        ({"poison_freed_blocks": 1}, ["'poison_freed_blocks' is 1", "True or False"]),
         (
             {"accept_method": "lossy"},
             ["'lossy'", "'coupled', 'standard', 'block', 'synthetic'"],
@@ -65,7 +65,7 @@ def test_executor_reads_its_options_back(target_dir: Path) -> None:
         "draft_driver": "while",
         "draft_stop_threshold": 0.25,
         "device_lateness": 1,
-        "use_window_lists": True,
+        "poison_freed_blocks": True,
         "host_delay_max_us": 3,
     }
     executor = _core.Executor(model, model, given)

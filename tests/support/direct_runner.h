@@ -35,7 +35,6 @@ struct DirectOptions {
   DraftDriver driver = DraftDriver::kUnrolled;
   AcceptMethod accept_method = AcceptMethod::kCoupled;
   int32_t num_threads = 1;
-  bool use_window_lists = false;
   NgramOptions ngram{};
   DraftPosition draft_position = DraftPosition::kLast;
   int32_t max_logprobs = 0;
@@ -66,7 +65,6 @@ class DirectRunner {
     const IterationOptions iteration = {.shape = shape_,
                                         .max_model_len = options.max_model_len,
                                         .accept_method = options.accept_method,
-                                        .use_window_lists = options.use_window_lists,
                                         .model_free = {options.ngram},
                                         .draft_position = options.draft_position,
                                         .kept_hidden_tokens = options.kept_hidden_tokens};

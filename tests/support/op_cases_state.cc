@@ -182,9 +182,6 @@ OpInstance make_draft_steps(World world, const StateSpec& s) {
       advance.drawn = tokens;
       advance.stop = stop;
       advance_draft_step(ctx, advance);
-      advance_window_list(
-          ctx, AdvanceWindowListParams{.rows = rows.at(at),
-                                       .metadata = std::get<WindowListMetadata>(groups[2])});
     }
   });
   return op;

@@ -268,19 +268,6 @@ void add_ropes(TableBuilder& table) {
   }
 }
 
-void add_lists(TableBuilder& table) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    table.add("list_attention_4x2_d64_w200" + dtype_suffix(dtype), make_list_attention,
-              ListSpec{4, 2, 64, 16, 200, dtype}, true);
-    table.add("list_attention_8x1_d128_w512" + dtype_suffix(dtype), make_list_attention,
-              ListSpec{8, 1, 128, 24, 512, dtype});
-    table.add("list_attention_4x1_d256_w8" + dtype_suffix(dtype), make_list_attention,
-              ListSpec{4, 1, 256, 16, 8, dtype});
-    table.add("list_attention_16x2_d64_w128_sinks" + dtype_suffix(dtype), make_list_attention,
-              ListSpec{16, 2, 64, 16, 128, dtype, KvInputs::kKeysAndValues, /*has_sinks=*/true});
-  }
-}
-
 void add_clusters(TableBuilder& table) {
   // {clusters, top}
   for (const auto& [count, top] : {std::pair{1, 1},
@@ -344,7 +331,6 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_element_ops(table);
     add_norms(table);
     add_ropes(table);
-    add_lists(table);
     add_sampling_ops(table);
     add_clusters(table);
     for (auto* const of_rooms :

@@ -27,7 +27,6 @@ inline constexpr uint64_t kState = 105;  // purpose of its random stream
 inline constexpr int32_t kMaxLen = 200;
 inline constexpr int32_t kTokens = 30;  // few, so that drafts and stop tokens are hit by accident
 inline constexpr int32_t kWindow = 24;
-inline constexpr int32_t kListWindow = 7;
 inline constexpr int32_t kTokensPerEntry = 4;
 
 [[nodiscard]] inline int32_t vocab_size_of(const StateSpec& s) {
@@ -127,10 +126,9 @@ class World {
             .max_rows_per_seq = 1};
   }
 
-  // The metadata of a full, a sliding, a list and a compressed group, for `capacity` rows.
+  // The metadata of a full, a sliding and a compressed group, for `capacity` rows.
   struct MetadataHandles {
-    Handle tables[4], slots[4], sliding_begin, full_end, sliding_end, list_slots, list_count;
-    Handle entry_end;
+    Handle tables[3], slots[3], sliding_begin, full_end, sliding_end, entry_end;
     int64_t table_stride;
     int32_t block_size;
 
@@ -144,17 +142,15 @@ class World {
       return {FullMetadata{at.get<int64_t>(slots[0]), at.get<int32_t>(full_end), table(0)},
               SlidingMetadata{at.get<int64_t>(slots[1]), at.get<int32_t>(sliding_begin),
                               at.get<int32_t>(sliding_end), kWindow, table(1)},
-              WindowListMetadata{at.get<int64_t>(slots[2]), at.get<int64_t>(list_slots),
-                                 at.get<int32_t>(list_count), kListWindow, table(2)},
-              CompressedMetadata{at.get<int64_t>(slots[3]), at.get<int32_t>(entry_end),
-                                 table(3, kTokensPerEntry)}};
+              CompressedMetadata{at.get<int64_t>(slots[2]), at.get<int32_t>(entry_end),
+                                 table(2, kTokensPerEntry)}};
     }
   };
   MetadataHandles metadata(int32_t capacity) {
     MetadataHandles m;
     m.block_size = s_.block_size;
     m.table_stride = (kMaxLen + s_.block_size - 1) / s_.block_size + 2;
-    for (int g = 0; g < 4; ++g) {
+    for (int g = 0; g < 3; ++g) {
       std::vector<int32_t> blocks(static_cast<size_t>(max_slots_ * m.table_stride));
       for (int32_t& block : blocks) block = 1 + stream_.below(1 << 28);
       m.tables[g] = ints("table", blocks);
@@ -163,8 +159,6 @@ class World {
     m.full_end = poison("full.kv_end", capacity);
     m.sliding_begin = poison("sliding.kv_begin", capacity);
     m.sliding_end = poison("sliding.kv_end", capacity);
-    m.list_slots = poison("window_slots", capacity * kListWindow, Element::kI64);
-    m.list_count = poison("window_count", capacity);
     m.entry_end = poison("entry_end", capacity);
     return m;
   }

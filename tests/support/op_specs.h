@@ -82,16 +82,6 @@ struct RopeSpec {
   bool has_v_norm = false;
   int32_t position_offset = 0;
 };
-struct ListSpec {
-  int32_t num_qo_heads = 0;
-  int32_t num_kv_heads = 0;
-  int32_t head_dim = 0;
-  int32_t block_size = 16;
-  int32_t window = 0;
-  DType dtype = DType::kBFloat16;
-  KvInputs kv_inputs = KvInputs::kKeysAndValues;
-  bool has_sinks = false;
-};
 struct GatherSpec {
   int32_t hidden = 0;
 };
@@ -209,7 +199,6 @@ struct ClusterLogitsSpec {
                                              uint64_t seed);
 [[nodiscard]] OpInstance make_per_layer(const PerLayerSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_rope(const RopeSpec& spec, const Rows& rows, uint64_t seed);
-[[nodiscard]] OpInstance make_list_attention(const ListSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_gather(const GatherSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_copy(const CopySpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_soft_cap(const SoftCapSpec& spec, const Rows& rows, uint64_t seed);

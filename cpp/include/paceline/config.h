@@ -131,9 +131,6 @@ struct ExecutorOptions {
   // For tests, 0..2, on the CPU only. With n > 0 the device runs iteration i only after iteration
   // i+n has been launched, or when the engine waits for i.
   int32_t device_lateness = 0;
-  // For tests: sliding layers read per-token lists of visible slots instead of a [begin, end)
-  // range.
-  bool use_window_lists = false;
   // For tests: before each of its stages (plan, launch, read) the engine's thread sleeps for a
   // random time of at most this, in microseconds, 0..1,000,000.
   int32_t host_delay_max_us = 0;

@@ -118,14 +118,6 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
   }
 }
 
-// Whether a sliding layer caps its attention scores.
-bool has_capped_window(const DecoderConfig& config) {
-  return std::any_of(config.layers.begin(), config.layers.end(), [](const auto& layer) {
-    return std::visit([](const auto& attention) { return attention.caps_window(); },
-                      layer.attention);
-  });
-}
-
 }  // namespace
 
 void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
@@ -216,13 +208,6 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
           "draft_position is 'next', but only Gemma 4 MTP drafts from a fixed position; allowed: "
           "'last' with other drafters and without one");
     }
-  }
-  for (const Model* const model : {&target, draft}) {
-    if (!o.use_window_lists || model == nullptr || !has_capped_window(model->config)) continue;
-    throw InvalidArgument(
-        concat("use_window_lists is true, but ", model->config.name,
-               " has sliding layers with a soft cap, which window lists do not support; "
-               "set it to false"));
   }
   if (o.kv_cache_bytes < 0) {
     throw InvalidArgument(concat("kv_cache_bytes is ", o.kv_cache_bytes,

@@ -103,7 +103,6 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model& target
           .samples_drafts = o.speculative.samples_drafts,
           .num_draft_proposals = o.speculative.num_draft_proposals,
           .draft_stop_threshold = o.speculative.draft_stop_threshold,
-          .use_window_lists = o.use_window_lists,
           .model_free = model_free,
           .draft_position = o.speculative.draft_position,
           .kept_hidden_tokens = kept_hidden_tokens(o, target, draft, traits)};

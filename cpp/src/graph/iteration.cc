@@ -431,15 +431,6 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
     }
   }
   ctx.run(advance_draft_step, params);
-  for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    if (!is_drafted_from(g)) continue;
-    std::visit(Overloaded{[](const FullMetadata&) {}, [](const SlidingMetadata&) {},
-                          [&](const WindowListMetadata& list) {
-                            ctx.run(advance_window_list, AdvanceWindowListParams{rows, list});
-                          },
-                          [](const CompressedMetadata&) {}},
-               b.step_metadata[g]);
-  }
 }
 
 template void Iteration::draw_drafts<CpuContext>(CpuContext&, const IterationExtent&,

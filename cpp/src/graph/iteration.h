@@ -145,7 +145,6 @@ struct IterationOptions {
   bool samples_drafts = true;                            // see SpeculativeOptions
   int32_t num_draft_proposals = 0;
   double draft_stop_threshold = 0;  // see SpeculativeOptions
-  bool use_window_lists = false;
   ModelFreeOptions model_free;
   DraftPosition draft_position = DraftPosition::kLast;
   // Tokens of a sequence whose hidden states are kept for a drafter that has missed them. 0: the

@@ -36,7 +36,7 @@ PassRows allocate_rows(DeviceArena& arena, int32_t capacity, const int32_t* num_
 }
 
 GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const BlockTable& table,
-                                int32_t capacity, bool use_window_lists) {
+                                int32_t capacity) {
   auto* slots = arena.allocate<int64_t>(capacity, "metadata");
   const auto full = [&]() -> GroupMetadata {
     return FullMetadata{.slot_mapping = slots,
@@ -52,19 +52,7 @@ GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const 
   };
   return std::visit(
       Overloaded{[&](const FullKv&) { return full(); }, [&](const LatentKv&) { return full(); },
-                 [&](const SlidingKv& sliding) -> GroupMetadata {
-                   const int32_t window = sliding.window;
-                   if (use_window_lists) {
-                     return WindowListMetadata{
-                         .slot_mapping = slots,
-                         .window_slots =
-                             arena.allocate<int64_t>(int64_t{capacity} * window, "window lists"),
-                         .window_count = arena.allocate<int32_t>(capacity, "metadata"),
-                         .window = window,
-                         .table = table};
-                   }
-                   return sliding_entries(window);
-                 },
+                 [&](const SlidingKv& sliding) { return sliding_entries(sliding.window); },
                  [&](const WindowEntryKv& entries) { return sliding_entries(entries.window); },
                  [&](const TailKv& tail) { return sliding_entries(tail.window); },
                  [&](const CompressedKv&) -> GroupMetadata {
@@ -126,7 +114,7 @@ GroupMetadata with_block(GroupMetadata metadata, const BlockConfig& block) {
                           sliding.block = {.sees_all = !block.sliding.is_causal,
                                            .is_anchored = block.sliding.is_anchored};
                         },
-                        [](WindowListMetadata&) {}, [](CompressedMetadata&) {}},
+                        [](CompressedMetadata&) {}},
              metadata);
   return metadata;
 }
@@ -168,9 +156,7 @@ BlockBuffers allocate_blocks(DeviceArena& arena, const IterationOptions& options
   for (size_t g = 0; g < layout.groups.size(); ++g) {
     const bool is_used = layout.is_read_by(KvOwner::kDraft, static_cast<GroupId>(g));
     b.metadata.push_back(
-        is_used ? with_block(allocate_metadata(arena, layout.groups[g], tables[g], capacity,
-                                               /*use_window_lists=*/false),
-                             block)
+        is_used ? with_block(allocate_metadata(arena, layout.groups[g], tables[g], capacity), block)
                 : GroupMetadata{});
   }
   b.predicting_rows = arena.allocate<int32_t>(int64_t{max_seqs} * k, "rows");
@@ -270,8 +256,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
     const auto id = static_cast<GroupId>(b.block_tables.size() - 1);
     const bool is_drafted_from = layout.is_read_by(KvOwner::kDraft, id);
     const auto metadata = [&](bool is_used, int32_t capacity) {
-      return is_used ? allocate_metadata(arena, group, table, capacity, options.use_window_lists)
-                     : GroupMetadata{};
+      return is_used ? allocate_metadata(arena, group, table, capacity) : GroupMetadata{};
     };
     b.verify_metadata.push_back(
         metadata(layout.is_read_by(KvOwner::kTarget, id), shape.max_verify_rows));

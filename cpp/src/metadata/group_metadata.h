@@ -57,16 +57,6 @@ struct SlidingMetadata {
   BlockVisibility block = {};
 };
 
-// The visible window as a list of KV slots. Position p is at list index p % window, so that one
-// more token replaces one entry. Inert rows: slot_mapping 0, window_count 0.
-struct WindowListMetadata {
-  int64_t* slot_mapping;  // [capacity]
-  int64_t* window_slots;  // [capacity, window]; entries [0, window_count) of a row are valid
-  int32_t* window_count;  // [capacity] min(position + 1, window)
-  int32_t window;
-  BlockTable table;
-};
-
 // Of compressed groups, where table.tokens_per_entry tokens have one entry. Entry e is visible from
 // the position of its last token on, and the row at that position writes it. Inert rows:
 // slot_mapping and entry_end 0.
@@ -77,8 +67,7 @@ struct CompressedMetadata {
   BlockTable table;
 };
 
-using GroupMetadata =
-    std::variant<FullMetadata, SlidingMetadata, WindowListMetadata, CompressedMetadata>;
+using GroupMetadata = std::variant<FullMetadata, SlidingMetadata, CompressedMetadata>;
 
 struct BuildFullParams {
   PassRows rows;
@@ -95,14 +84,6 @@ struct BuildSlidingParams {
 };
 void build_sliding(CpuContext&, const BuildSlidingParams&);
 void build_sliding(CudaContext&, const BuildSlidingParams&);
-
-struct BuildWindowListParams {
-  PassRows rows;
-  WindowListMetadata metadata;
-  int32_t padded_rows;
-};
-void build_window_list(CpuContext&, const BuildWindowListParams&);
-void build_window_list(CudaContext&, const BuildWindowListParams&);
 
 struct BuildCompressedParams {
   PassRows rows;
@@ -139,32 +120,20 @@ struct AdvanceParams {
 void advance_draft_step(CpuContext&, const AdvanceParams&);
 void advance_draft_step(CudaContext&, const AdvanceParams&);
 
-// Window lists need this op in addition: it replaces one entry per row. It runs after
-// advance_draft_step. If that did nothing, it rewrites the entry that is already there.
-struct AdvanceWindowListParams {
-  PassRows rows;
-  WindowListMetadata metadata;
-};
-void advance_window_list(CpuContext&, const AdvanceWindowListParams&);
-void advance_window_list(CudaContext&, const AdvanceWindowListParams&);
-
 // Calls the `build` op of the metadata's kind.
 template <class Ctx>
 void build(Ctx& ctx, const PassRows& rows, const GroupMetadata& metadata, int32_t padded_rows) {
-  std::visit(
-      Overloaded{[&](const FullMetadata& full) {
-                   ctx.run(build_full, BuildFullParams{rows, full, padded_rows});
-                 },
-                 [&](const SlidingMetadata& sliding) {
-                   ctx.run(build_sliding, BuildSlidingParams{rows, sliding, padded_rows});
-                 },
-                 [&](const WindowListMetadata& list) {
-                   ctx.run(build_window_list, BuildWindowListParams{rows, list, padded_rows});
-                 },
-                 [&](const CompressedMetadata& compressed) {
-                   ctx.run(build_compressed, BuildCompressedParams{rows, compressed, padded_rows});
-                 }},
-      metadata);
+  std::visit(Overloaded{[&](const FullMetadata& full) {
+                          ctx.run(build_full, BuildFullParams{rows, full, padded_rows});
+                        },
+                        [&](const SlidingMetadata& sliding) {
+                          ctx.run(build_sliding, BuildSlidingParams{rows, sliding, padded_rows});
+                        },
+                        [&](const CompressedMetadata& compressed) {
+                          ctx.run(build_compressed,
+                                  BuildCompressedParams{rows, compressed, padded_rows});
+                        }},
+             metadata);
 }
 
 // The group's part of the fused advance.

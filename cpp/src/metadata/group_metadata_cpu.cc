@@ -30,12 +30,6 @@ void build_sliding(CpuContext&, const BuildSlidingParams& p) {
   });
 }
 
-void build_window_list(CpuContext&, const BuildWindowListParams& p) {
-  for_each_row(p.rows, p.padded_rows, [&](int32_t row, int32_t seq_slot, int32_t position) {
-    build_row(p.metadata, row, seq_slot, position, /*worker=*/0, /*num_workers=*/1);
-  });
-}
-
 void build_compressed(CpuContext&, const BuildCompressedParams& p) {
   for_each_row(p.rows, p.padded_rows, [&](int32_t row, int32_t seq_slot, int32_t position) {
     build_row(p.rows, p.metadata, row, seq_slot, position);
@@ -55,11 +49,6 @@ void advance_draft_step(CpuContext&, const AdvanceParams& p) {
   set_keep_drafting(p.stop, is_any_live);
 }
 
-void advance_window_list(CpuContext&, const AdvanceWindowListParams& p) {
-  const int32_t num_rows = *p.rows.num_rows;
-  for (int32_t row = 0; row < num_rows; ++row) advance_window_row(p, row);
-}
-
 AdvanceGroup advance_group(const GroupMetadata& metadata) {
   return std::visit(Overloaded{[](const FullMetadata& full) -> AdvanceGroup {
                                  return {.slot_mapping = full.slot_mapping,
@@ -74,13 +63,6 @@ AdvanceGroup advance_group(const GroupMetadata& metadata) {
                                          .kv_end = sliding.kv_end,
                                          .window = sliding.window,
                                          .table = sliding.table};
-                               },
-                               [](const WindowListMetadata& list) -> AdvanceGroup {
-                                 return {.slot_mapping = list.slot_mapping,
-                                         .kv_begin = nullptr,
-                                         .kv_end = nullptr,
-                                         .window = 0,
-                                         .table = list.table};
                                },
                                [](const CompressedMetadata& compressed) -> AdvanceGroup {
                                  return {.slot_mapping = compressed.slot_mapping,

@@ -36,10 +36,6 @@ PACELINE_HOST_DEVICE inline int32_t window_begin(int32_t position, int32_t windo
   return begin > 0 ? begin : 0;
 }
 
-PACELINE_HOST_DEVICE inline int32_t window_count(int32_t position, int32_t window) {
-  return position + 1 < window ? position + 1 : window;
-}
-
 // The last position that a live row at `position` sees.
 PACELINE_HOST_DEVICE inline int32_t last_visible(const PassRows& rows, const BlockVisibility& block,
                                                  int32_t row, int32_t position) {
@@ -69,24 +65,6 @@ PACELINE_HOST_DEVICE inline void build_row(const PassRows&, const CompressedMeta
   m.entry_end[row] = is_live ? visible_end(m.table, position) : 0;
 }
 
-// Worker `worker` of `num_workers` writes its share of the row's list; worker 0 also writes the
-// rest of the row.
-PACELINE_HOST_DEVICE inline void build_row(const WindowListMetadata& m, int32_t row,
-                                           int32_t seq_slot, int32_t position, int32_t worker,
-                                           int32_t num_workers) {
-  const bool is_live = seq_slot >= 0;
-  if (worker == 0) {
-    m.slot_mapping[row] = is_live ? slot_of(m.table, seq_slot, position) : 0;
-    m.window_count[row] = is_live ? window_count(position, m.window) : 0;
-  }
-  if (!is_live) return;
-  int64_t* list = m.window_slots + int64_t{row} * m.window;
-  for (int32_t visible = window_begin(position, m.window) + worker; visible <= position;
-       visible += num_workers) {
-    list[visible % m.window] = slot_of(m.table, seq_slot, visible);
-  }
-}
-
 // Advances one row for advance_draft_step, if there is a step after `step`. Returns whether the row
 // remains live.
 PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row, int32_t step) {
@@ -113,17 +91,6 @@ PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row
     }
   }
   return is_live;
-}
-
-PACELINE_HOST_DEVICE inline void advance_window_row(const AdvanceWindowListParams& p, int32_t row) {
-  const WindowListMetadata& m = p.metadata;
-  if (p.rows.seq_slot[row] < 0) {
-    m.window_count[row] = 0;
-    return;
-  }
-  const int32_t position = p.rows.positions[row];
-  m.window_slots[int64_t{row} * m.window + position % m.window] = m.slot_mapping[row];
-  m.window_count[row] = window_count(position, m.window);
 }
 
 }  // namespace paceline

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Softmax attention over a paged KV cache, over lists of slots and over latent entries, by the walk
-// of attention_walk.h.
+// Softmax attention over a paged KV cache and over latent entries, by the walk of
+// attention_walk.h.
 
 #include <algorithm>
 
@@ -15,19 +15,11 @@
 namespace paceline {
 namespace {
 
-// Where the keys of a row are stored: given by a block table or by a list of slots.
-struct BlockLocations {
-  const int32_t* blocks;
-};
-struct SlotLocations {
-  const int64_t* slots;
-};
-
 // Fills the pointers to the keys and values of one KV head.
-template <class Kv, class KvLocations>
+template <class Kv>
 struct Locator {
   const KvLayerView* kv;
-  KvLocations locations;
+  const int32_t* blocks;  // the row of the block table
   int32_t num_kv_heads;
   int32_t kv_head;
   int32_t head_dim;
@@ -42,29 +34,22 @@ struct Locator {
       keys[j] = reinterpret_cast<const Kv*>(token + kv->k_offset);
       values[j] = reinterpret_cast<const Kv*>(token + kv->v_offset);
     };
-    if constexpr (std::is_same_v<KvLocations, BlockLocations>) {
-      int32_t index = (chunk + first) / kv->block_size;
-      int32_t offset = (chunk + first) % kv->block_size;
-      for (int32_t j = first; j < last; ++j) {
-        set_pointers(j, locations.blocks[index], offset);
-        if (++offset == kv->block_size) {
-          offset = 0;
-          ++index;
-        }
-      }
-    } else {
-      for (int32_t j = first; j < last; ++j) {
-        const int64_t slot = locations.slots[chunk + j];
-        set_pointers(j, slot / kv->block_size, slot % kv->block_size);
+    int32_t index = (chunk + first) / kv->block_size;
+    int32_t offset = (chunk + first) % kv->block_size;
+    for (int32_t j = first; j < last; ++j) {
+      set_pointers(j, blocks[index], offset);
+      if (++offset == kv->block_size) {
+        offset = 0;
+        ++index;
       }
     }
   }
 };
 
-template <class Kv, class KvLocations, int kHeads>
+template <class Kv, int kHeads>
 struct AttendKernel {
   [[gnu::always_inline]] static void run(const HeadGroup* group, int32_t begin, int32_t end,
-                                         const Locator<Kv, KvLocations>* locate) {
+                                         const Locator<Kv>* locate) {
     KeyWalk<Kv, kHeads> walk;
     walk.start(*group);
     walk.add(*group, begin, end, *locate);
@@ -117,10 +102,10 @@ template <class Params>
 }
 
 // The shared part of all ops. range_of(row) returns the visible keys (end 0: inert row), and
-// locations_of(row) where they are stored.
-template <class KvLocations, class RangeOf, class LocationsOf>
+// blocks_of(row) where they are stored.
+template <class RangeOf, class BlocksOf>
 void attend_rows(const CpuContext& ctx, const AttentionRows& p, const RangeOf& range_of,
-                 const LocationsOf& locations_of) {
+                 const BlocksOf& blocks_of) {
   PACELINE_CHECK(p.value_dim > 0 && p.value_dim <= p.head_dim && p.value_dim <= kMaxValueDim,
                  "values of ", p.value_dim, " elements are not in 1..", kMaxValueDim);
   PACELINE_CHECK(p.kv->dtype == DType::kFloat32 || p.kv->dtype == DType::kBFloat16,
@@ -144,14 +129,13 @@ void attend_rows(const CpuContext& ctx, const AttentionRows& p, const RangeOf& r
       return;
     }
     auto attend_as = [&]<class Kv>() {
-      const Locator<Kv, KvLocations> locate = {.kv = p.kv,
-                                               .locations = locations_of(row),
-                                               .num_kv_heads = p.num_kv_heads,
-                                               .kv_head = first_head / heads_per_group,
-                                               .head_dim = p.head_dim};
+      const Locator<Kv> locate = {.kv = p.kv,
+                                  .blocks = blocks_of(row),
+                                  .num_kv_heads = p.num_kv_heads,
+                                  .kv_head = first_head / heads_per_group,
+                                  .head_dim = p.head_dim};
       for_head_groups(group, num_heads, [&]<int kHeads>(const HeadGroup& heads) {
-        run_best_isa<AttendKernel<Kv, KvLocations, kHeads>>(&heads, range.begin, range.end,
-                                                            &locate);
+        run_best_isa<AttendKernel<Kv, kHeads>>(&heads, range.begin, range.end, &locate);
       });
     };
     if (p.kv->dtype == DType::kFloat32) {
@@ -175,10 +159,10 @@ void paged_attention(CpuContext& ctx, const PagedAttentionParams& p) {
     if (p.seq_slot[row] < 0) return {.begin = 0, .end = 0};
     return {.begin = p.kv_begin == nullptr ? 0 : p.kv_begin[row], .end = p.kv_end[row]};
   };
-  auto locations_of = [&](int32_t row) -> BlockLocations {
-    return {p.block_table + p.seq_slot[row] * p.block_table_stride};
+  auto blocks_of = [&](int32_t row) {
+    return p.block_table + p.seq_slot[row] * p.block_table_stride;
   };
-  attend_rows<BlockLocations>(ctx, multi_head_rows(p, p.soft_cap), range_of, locations_of);
+  attend_rows(ctx, multi_head_rows(p, p.soft_cap), range_of, blocks_of);
 }
 
 void latent_attention(CpuContext& ctx, const LatentAttentionParams& p) {
@@ -202,20 +186,10 @@ void latent_attention(CpuContext& ctx, const LatentAttentionParams& p) {
   auto range_of = [&](int32_t row) -> KeyRange {
     return {.begin = 0, .end = p.seq_slot[row] < 0 ? 0 : p.kv_end[row]};
   };
-  auto locations_of = [&](int32_t row) -> BlockLocations {
-    return {p.block_table + p.seq_slot[row] * p.block_table_stride};
+  auto blocks_of = [&](int32_t row) {
+    return p.block_table + p.seq_slot[row] * p.block_table_stride;
   };
-  attend_rows<BlockLocations>(ctx, rows, range_of, locations_of);
-}
-
-void list_attention(CpuContext& ctx, const ListAttentionParams& p) {
-  auto range_of = [&](int32_t row) -> KeyRange {
-    return {.begin = 0, .end = std::min(p.window_count[row], p.window)};
-  };
-  auto locations_of = [&](int32_t row) -> SlotLocations {
-    return {p.window_slots + int64_t{row} * p.window};
-  };
-  attend_rows<SlotLocations>(ctx, multi_head_rows(p, /*soft_cap=*/0.0f), range_of, locations_of);
+  attend_rows(ctx, rows, range_of, blocks_of);
 }
 
 }  // namespace paceline

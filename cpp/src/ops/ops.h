@@ -257,28 +257,6 @@ struct PagedAttentionParams {
 void paged_attention(CpuContext&, const PagedAttentionParams&);
 void paged_attention(CudaContext&, const PagedAttentionParams&);
 
-// Attention over the slots listed for each row, in list order. Only tests use it: it reads the
-// window lists, so that a stale list changes the logits.
-struct ListAttentionParams {
-  const int32_t* num_rows;  // [1]
-  int32_t max_rows;
-  const void* qkv;              // as in PagedAttentionParams
-  const int64_t* window_slots;  // [max_rows, window] block * block_size + offset
-  const int32_t* window_count;  // [max_rows] number of valid entries: indices [0, count); 0: inert
-  int32_t window;
-  KvLayerView kv;
-  float scale;
-  const float* sinks;  // as in PagedAttentionParams
-  void* y;             // [max_rows, num_qo_heads * head_dim] dtype
-  int32_t num_qo_heads;
-  int32_t num_kv_heads;
-  int32_t head_dim;
-  DType dtype = DType::kFloat32;  // dtype of qkv and y
-  KvInputs kv_inputs = KvInputs::kKeysAndValues;
-};
-void list_attention(CpuContext&, const ListAttentionParams&);
-void list_attention(CudaContext&, const ListAttentionParams&);
-
 // y[i] = x[row_index[i]].
 struct GatherRowsParams {
   const int32_t* num_rows;  // [1] rows of y

@@ -1,7 +1,6 @@
 # The kernels that are emulated, and their tests. A kernel that uses wgmma, TMA or other
 # instructions without a stand-in in include/ is not in the list; its ops are in not_emulated.cc.
 set(emulated_kernels
-  attention/list_attention.cu
   attention/paged_attention.cu
   compressed/choose_entries.cu
   compressed/compress.cu

@@ -14,7 +14,6 @@
 //   kPicksRows             whether the last layer can attend from some rows only
 //   kWritesContext         whether keys and values can be written without queries (layer.h)
 //   writes_context()       whether this layer's can; context_rows (weights.h) multiply them then
-//   caps_window()          whether it caps the scores of a sliding window
 //   scores_entries()       whether scratch grows with the length of a sequence
 //   unsupported_on_gpu()   why GPUs have no kernels for it; empty: they have
 // and a kind of MLP one with projected_width(), for Activations::gate_up, joined_width(), for

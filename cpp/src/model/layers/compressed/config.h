@@ -97,7 +97,6 @@ struct CompressedAttention {
   [[nodiscard]] constexpr int64_t output_width() const { return q_rows(); }
   void append_stores(std::vector<KvLayerShape>& shapes) const;
   [[nodiscard]] bool writes_context() const { return !compressor; }
-  [[nodiscard]] static bool caps_window() { return false; }
   [[nodiscard]] bool scores_entries() const { return indexer.has_value(); }
   [[nodiscard]] static std::string unsupported_on_gpu() { return {}; }
 };

@@ -61,7 +61,6 @@ struct LatentAttention {
   }
   void append_stores(std::vector<KvLayerShape>& shapes) const;
   [[nodiscard]] static bool writes_context() { return false; }
-  [[nodiscard]] static bool caps_window() { return false; }
   [[nodiscard]] static bool scores_entries() { return false; }
   [[nodiscard]] std::string unsupported_on_gpu() const;
 };

@@ -58,9 +58,6 @@ struct MultiHeadAttention {
   [[nodiscard]] bool writes_context() const {
     return kv_source < 0 && qkv.format == WeightFormat::kPlain;
   }
-  [[nodiscard]] bool caps_window() const {
-    return soft_cap > 0 && std::holds_alternative<SlidingKv>(kind);
-  }
   [[nodiscard]] static bool scores_entries() { return false; }
   [[nodiscard]] static std::string unsupported_on_gpu() { return {}; }
 };

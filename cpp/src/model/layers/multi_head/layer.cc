@@ -79,24 +79,6 @@ void attend(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeigh
                         [&](const SlidingMetadata& sliding) {
                           paged(sliding.kv_begin, sliding.kv_end, sliding.table);
                         },
-                        [&](const WindowListMetadata& list) {
-                          ctx.run(list_attention,
-                                  ListAttentionParams{.num_rows = rows.num_rows,
-                                                      .max_rows = rows.capacity,
-                                                      .qkv = activations.qkv,
-                                                      .window_slots = list.window_slots,
-                                                      .window_count = list.window_count,
-                                                      .window = list.window,
-                                                      .kv = pass.stores[0],
-                                                      .scale = a.scale,
-                                                      .sinks = w.sinks,
-                                                      .y = activations.attention,
-                                                      .num_qo_heads = a.num_qo_heads,
-                                                      .num_kv_heads = a.num_kv_heads,
-                                                      .head_dim = a.head_dim,
-                                                      .dtype = activations.dtype,
-                                                      .kv_inputs = a.kv_inputs()});
-                        },
                         [](const CompressedMetadata&) {
                           PACELINE_CHECK(false, "keys and values are not in a compressed group");
                         }},
