@@ -198,6 +198,41 @@ void add_windows(const IterationPlan& plan, Batch& batch) {
   }
 }
 
+// Adds a sequence's rows of logits, and the copies of logits and hidden states that a score
+// returns.
+void add_logit_rows(const PlannedSequence& planned, const BatchShape& shape, int32_t verify_row,
+                    Batch& batch, int32_t& logit_row) {
+  const Sequence& sequence = *planned.sequence;
+  // Logits are needed for all rows of a verify window, the last row of a prompt and all rows of a
+  // score that returns them.
+  const bool is_score = planned.kind == RowKind::kScore;
+  const bool has_logits =
+      planned.kind != RowKind::kPrefillPartial && !(is_score && sequence.skips_logits);
+  const int32_t skipped = !has_logits                              ? planned.num_rows
+                          : planned.kind == RowKind::kPrefillFinal ? planned.num_rows - 1
+                                                                   : 0;
+  PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row, " + ",
+                 planned.num_rows - skipped, " rows of logits; max_logit_rows is ",
+                 shape.max_logit_rows);
+  if (is_score && has_logits) {
+    batch.score_copies.push_back({.first_logit_row = logit_row,
+                                  .num_rows = planned.num_rows,
+                                  .destination = sequence.logits,
+                                  .device_destination = sequence.device_logits,
+                                  .destination_row = planned.start});
+  }
+  if (!sequence.hidden_layers.empty()) {
+    batch.hidden_copies.push_back({.first_verify_row = verify_row,
+                                   .num_rows = planned.num_rows,
+                                   .layers = sequence.hidden_layers,
+                                   .destination = sequence.hidden_states,
+                                   .destination_row = planned.start});
+  }
+  for (int32_t row = skipped; row < planned.num_rows; ++row) {
+    batch.inputs.logit_rows[logit_row++] = verify_row + row;
+  }
+}
+
 template <class T>
 void copy_all(const char* what, const std::vector<T>& from, int32_t capacity, T* to,
               int32_t& count) {
@@ -259,34 +294,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
       std::copy_n(sequence.tokens.begin() + planned.start, planned.num_rows,
                   inputs.prefill_tokens + verify_row);
     }
-    // Logits are needed for all rows of a verify window, the last row of a prompt and all rows of a
-    // score that returns them.
-    const bool is_score = planned.kind == RowKind::kScore;
-    const bool has_logits =
-        planned.kind != RowKind::kPrefillPartial && !(is_score && sequence.skips_logits);
-    const int32_t skipped = !has_logits                              ? planned.num_rows
-                            : planned.kind == RowKind::kPrefillFinal ? planned.num_rows - 1
-                                                                     : 0;
-    PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row, " + ",
-                   planned.num_rows - skipped, " rows of logits; max_logit_rows is ",
-                   shape.max_logit_rows);
-    if (is_score && has_logits) {
-      batch.score_copies.push_back({.first_logit_row = logit_row,
-                                    .num_rows = planned.num_rows,
-                                    .destination = sequence.logits,
-                                    .device_destination = sequence.device_logits,
-                                    .destination_row = planned.start});
-    }
-    if (!sequence.hidden_layers.empty()) {
-      batch.hidden_copies.push_back({.first_verify_row = verify_row,
-                                     .num_rows = planned.num_rows,
-                                     .layers = sequence.hidden_layers,
-                                     .destination = sequence.hidden_states,
-                                     .destination_row = planned.start});
-    }
-    for (int32_t row = skipped; row < planned.num_rows; ++row) {
-      inputs.logit_rows[logit_row++] = verify_row + row;
-    }
+    add_logit_rows(planned, shape, verify_row, batch, logit_row);
     const int32_t num_first = num_first_rows(planned, plan, shape);
     batch.catches_up |= planned.num_missed > 0;
     // Row i of the first pass reads the hidden states of row i of the verify pass, if the two

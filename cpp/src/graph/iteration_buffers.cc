@@ -186,6 +186,85 @@ SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
           .num_draft_tokens = shape.num_draft_tokens};
 }
 
+int64_t padded_rows(const IterationOptions& options, int32_t rows) {
+  return options.padded_rows != nullptr ? options.padded_rows(rows) : rows;
+}
+
+// The first pass also has a row for the token that is drawn after a finished prompt.
+int32_t max_first_rows(const BatchShape& shape) { return shape.max_verify_rows + shape.max_seqs; }
+
+// The block table of each group, and its metadata for each pass.
+void allocate_groups(DeviceArena& arena, const BatchShape& shape, int32_t max_model_len,
+                     const KvLayout& layout, IterationBuffers& b) {
+  const int32_t first_capacity = max_first_rows(shape);
+  const int32_t output_capacity = std::max(shape.max_logit_rows, shape.max_seqs);
+  for (const KvGroup& group : layout.groups) {
+    // At least one: ops may compute addresses of entries that are not there.
+    const int64_t stride = std::max(num_blocks(group, max_model_len), 1);
+    const BlockTable table{
+        .blocks = arena.allocate<int32_t>(stride * shape.max_seqs, "block tables"),
+        .stride = stride,
+        .block_size = group.block_size,
+        .tokens_per_entry = tokens_per_entry(group.kind)};
+    b.block_tables.push_back(table);
+    const auto id = static_cast<GroupId>(b.block_tables.size() - 1);
+    const bool is_drafted_from = layout.is_read_by(KvOwner::kDraft, id);
+    const auto metadata = [&](bool is_used, int32_t capacity) {
+      return is_used ? allocate_metadata(arena, group, table, capacity) : GroupMetadata{};
+    };
+    b.verify_metadata.push_back(
+        metadata(layout.is_read_by(KvOwner::kTarget, id), shape.max_verify_rows));
+    b.first_metadata.push_back(metadata(is_drafted_from, first_capacity));
+    b.step_metadata.push_back(metadata(is_drafted_from, shape.max_seqs));
+    b.output.metadata.push_back(metadata(/*is_used=*/true, output_capacity));
+  }
+}
+
+// What a draft head needs beyond the buffers of a model: the target's hidden states, and its own
+// outputs from one draft step to the next.
+void allocate_draft_head(DeviceArena& arena, const IterationOptions& options,
+                         const DecoderConfig& target, const DecoderConfig& draft,
+                         DType activation_dtype, IterationBuffers& b) {
+  const BatchShape& shape = options.shape;
+  const int32_t first_capacity = max_first_rows(shape);
+  const auto padded = [&](int32_t rows) { return padded_rows(options, rows); };
+  const DrafterConfig& drafter = *draft.drafter;
+  const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
+  const bool averages = drafter.averages_streams();
+  const auto width = static_cast<int32_t>(
+      num_parts * (averages ? int64_t{target.hidden} : target.residual_width()));
+  const int64_t row_bytes = width * dtype_bytes(activation_dtype);
+  const auto window_rows = static_cast<int32_t>(padded(first_capacity));
+  int64_t num_rows = window_rows;
+  const bool keeps_hidden =
+      shape.first_rows == FirstRows::kWindow && options.kept_hidden_tokens > 0;
+  if (keeps_hidden) {
+    b.kept_hidden = {.first_row = window_rows + 1,
+                     .num_tokens = options.kept_hidden_tokens,
+                     .zero_row = window_rows};
+    num_rows += 1 + int64_t{shape.max_seqs} * options.kept_hidden_tokens;
+    b.gathered_hidden = arena.allocate<std::byte>(window_rows * row_bytes, "hidden states");
+  }
+  b.target_hidden = {.data = arena.allocate<std::byte>(num_rows * row_bytes, "hidden states"),
+                     .width = width,
+                     .aux_layers = drafter.aux_layers,
+                     .averages_streams = averages};
+  if (keeps_hidden || shape.first_rows == FirstRows::kLast) {
+    b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
+  }
+  // It cannot share b.gathered, since it carries state from one draft step to the next.
+  DraftHeadOutput& output = b.draft_output;
+  output.feedback = arena.allocate<float>(
+      padded(shape.max_seqs) * std::max<int64_t>(draft.residual_width(), draft.embed_width()),
+      "hidden states");
+  if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {
+    output.centroid_scores =
+        arena.allocate<float>(padded(shape.max_seqs) * centroids.count, "logits");
+    output.clusters = arena.allocate<int32_t>(int64_t{shape.max_seqs} * centroids.top, "logits");
+    output.tokens = arena.allocate<int32_t>(int64_t{shape.max_seqs} * draft.num_logits(), "logits");
+  }
+}
+
 }  // namespace
 
 IterationExtent full_extent(const BatchShape& shape) {
@@ -224,8 +303,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   const BatchShape& shape = options.shape;
   PACELINE_CHECK(layout.groups.size() <= kMaxKvGroups, layout.groups.size(), " KV groups; at most ",
                  kMaxKvGroups);
-  // The first pass also has a row for the token that is drawn after a finished prompt.
-  const int32_t first_capacity = shape.max_verify_rows + shape.max_seqs;
+  const int32_t first_capacity = max_first_rows(shape);
   IterationBuffers b;
   b.staged = allocate_staged(
       arena, input_capacity(shape, layout, options.max_model_len, target.vocab_size));
@@ -244,32 +322,11 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.step_rows = allocate_rows(arena, shape.max_seqs, /*num_seqs=*/nullptr, b.identity);
   b.output.rows =
       allocate_rows(arena, output_capacity, /*num_seqs=*/nullptr, /*row_indptr=*/nullptr);
-  for (const KvGroup& group : layout.groups) {
-    // At least one: ops may compute addresses of entries that are not there.
-    const int64_t stride = std::max(num_blocks(group, options.max_model_len), 1);
-    const BlockTable table{
-        .blocks = arena.allocate<int32_t>(stride * shape.max_seqs, "block tables"),
-        .stride = stride,
-        .block_size = group.block_size,
-        .tokens_per_entry = tokens_per_entry(group.kind)};
-    b.block_tables.push_back(table);
-    const auto id = static_cast<GroupId>(b.block_tables.size() - 1);
-    const bool is_drafted_from = layout.is_read_by(KvOwner::kDraft, id);
-    const auto metadata = [&](bool is_used, int32_t capacity) {
-      return is_used ? allocate_metadata(arena, group, table, capacity) : GroupMetadata{};
-    };
-    b.verify_metadata.push_back(
-        metadata(layout.is_read_by(KvOwner::kTarget, id), shape.max_verify_rows));
-    b.first_metadata.push_back(metadata(is_drafted_from, first_capacity));
-    b.step_metadata.push_back(metadata(is_drafted_from, shape.max_seqs));
-    b.output.metadata.push_back(metadata(/*is_used=*/true, output_capacity));
-  }
+  allocate_groups(arena, shape, options.max_model_len, layout, b);
   ActivationWidths widths;
   widths.merge(target, options.max_model_len);
   if (draft != nullptr) widths.merge(*draft, options.max_model_len);
-  const auto padded = [&](int32_t rows) -> int64_t {
-    return options.padded_rows != nullptr ? options.padded_rows(rows) : rows;
-  };
+  const auto padded = [&](int32_t rows) { return padded_rows(options, rows); };
   b.activations =
       allocate_activations(arena, padded(draft != nullptr ? first_capacity : shape.max_verify_rows),
                            widths, activation_dtype);
@@ -286,42 +343,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.first_last_row = arena.allocate<int32_t>(shape.max_seqs, "rows");
   b.draft_output = {.feedback = b.gathered, .logits = b.logits};
   if (draft != nullptr && draft->drafter) {
-    const DrafterConfig& drafter = *draft->drafter;
-    const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
-    const bool averages = drafter.averages_streams();
-    const auto width = static_cast<int32_t>(
-        num_parts * (averages ? int64_t{target.hidden} : target.residual_width()));
-    const int64_t row_bytes = width * dtype_bytes(activation_dtype);
-    const auto window_rows = static_cast<int32_t>(padded(first_capacity));
-    int64_t num_rows = window_rows;
-    const bool keeps_hidden =
-        shape.first_rows == FirstRows::kWindow && options.kept_hidden_tokens > 0;
-    if (keeps_hidden) {
-      b.kept_hidden = {.first_row = window_rows + 1,
-                       .num_tokens = options.kept_hidden_tokens,
-                       .zero_row = window_rows};
-      num_rows += 1 + int64_t{shape.max_seqs} * options.kept_hidden_tokens;
-      b.gathered_hidden = arena.allocate<std::byte>(window_rows * row_bytes, "hidden states");
-    }
-    b.target_hidden = {.data = arena.allocate<std::byte>(num_rows * row_bytes, "hidden states"),
-                       .width = width,
-                       .aux_layers = drafter.aux_layers,
-                       .averages_streams = averages};
-    if (keeps_hidden || shape.first_rows == FirstRows::kLast) {
-      b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
-    }
-    // It cannot share b.gathered, since it carries state from one draft step to the next.
-    DraftHeadOutput& output = b.draft_output;
-    output.feedback = arena.allocate<float>(
-        padded(shape.max_seqs) * std::max<int64_t>(draft->residual_width(), draft->embed_width()),
-        "hidden states");
-    if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {
-      output.centroid_scores =
-          arena.allocate<float>(padded(shape.max_seqs) * centroids.count, "logits");
-      output.clusters = arena.allocate<int32_t>(int64_t{shape.max_seqs} * centroids.top, "logits");
-      output.tokens =
-          arena.allocate<int32_t>(int64_t{shape.max_seqs} * draft->num_logits(), "logits");
-    }
+    allocate_draft_head(arena, options, target, *draft, activation_dtype, b);
   }
   const bool drafts_in_blocks =
       draft != nullptr && draft->drafter && draft->drafter->block.size > 0;

@@ -184,6 +184,16 @@ class SlabPool {
   uint64_t* quarantined(int32_t slab) {
     return quarantined_.data() + int64_t{slab} * words_per_slab_;
   }
+  // The parts of check_integrity, in slab_pool_check.cc. Each returns the first fault, or "".
+  struct Found;
+  struct FoundBits;
+  [[nodiscard]] std::string check_slab(size_t s, Found& found) const;
+  [[nodiscard]] std::string check_bits(size_t s, FoundBits& bits, Found& found) const;
+  [[nodiscard]] std::string check_group(size_t g, const Found& found) const;
+  [[nodiscard]] std::string check_cached_list(size_t g, int64_t num_cached) const;
+  [[nodiscard]] std::string check_slab_lists(size_t g, int64_t num_with_room) const;
+  [[nodiscard]] std::string check_free_slabs(const Found& found) const;
+  [[nodiscard]] std::string check_quarantine(const Found& found) const;
   void link(int32_t slab);
   void unlink(int32_t slab);
   // Throws InternalError unless the group holds the block; returns the slab of the block. The

@@ -96,42 +96,145 @@ void write_keys_values(Ctx& ctx, const CompressedAttention& a, const CompressedA
                                     .dtype = dtype});
 }
 
+namespace {
+
+template <class Ctx>
+void rotate(Ctx& ctx, const CompressedAttention& a, const AttentionPass& pass, void* x,
+            int32_t num_heads, int32_t head_dim, bool has_norm, bool is_inverse) {
+  ctx.run(rotate_heads, RotateHeadsParams{.num_rows = pass.rows.num_rows,
+                                          .max_rows = pass.rows.capacity,
+                                          .x = x,
+                                          .has_norm = has_norm,
+                                          .norm_eps = pass.config.norm_eps,
+                                          .rope = pass.rope(a.rope, pass.rows),
+                                          .is_inverse = is_inverse,
+                                          .num_heads = num_heads,
+                                          .head_dim = head_dim,
+                                          .rope_head_dim = a.rope_head_dim,
+                                          .dtype = pass.activations.dtype});
+}
+
+// The queries of the attention or of the indexer, from the latent vector that both share.
+template <class Ctx>
+void project_q(Ctx& ctx, const CompressedAttention& a, const AttentionPass& pass,
+               const Linear& linear, void* y) {
+  project(ctx, row_count(pass.rows), linear,
+          {.x = pass.activations.qkv,
+           .x_stride = a.qkv_a_rows(),
+           .y = y,
+           .x_dtype = pass.activations.dtype,
+           .y_dtype = pass.activations.dtype});
+}
+
+// Appends the rows' inputs to the tail, and the entries that they complete.
+template <class Ctx>
+void append_entries(Ctx& ctx, const CompressedAttention& a, const CompressedAttentionWeights& w,
+                    const AttentionPass& pass) {
+  const DecoderConfig& c = pass.config;
+  const PassRows& rows = pass.rows;
+  const auto& own = pass.activations.of<CompressedScratch>();
+  const auto& tail = metadata_of<SlidingMetadata>(pass.metadata(pass.groups, kTailStore));
+  const auto& entries = metadata_of<CompressedMetadata>(pass.metadata(pass.groups, kEntryStore));
+  const KvLayerView entry_view = pass.stores[kEntryStore];
+  const KvLayerView key_view = keys_behind(entry_view, a.head_dim);
+  const DType dtype = pass.activations.dtype;
+  project(ctx, row_count(rows), w.compress,
+          {.x = pass.input, .y = own.inputs, .x_dtype = dtype, .y_dtype = DType::kFloat32});
+  ctx.run(append_tail, AppendTailParams{.num_rows = rows.num_rows,
+                                        .max_rows = rows.capacity,
+                                        .x = own.inputs,
+                                        .x_stride = a.compress_rows(),
+                                        .slot_mapping = tail.slot_mapping,
+                                        .tail = pass.stores[kTailStore],
+                                        .width = a.tail_width()});
+  ctx.run(compress, CompressParams{.num_rows = rows.num_rows,
+                                   .max_rows = rows.capacity,
+                                   .positions = rows.positions,
+                                   .seq_slot = rows.seq_slot,
+                                   .entry_slots = entries.slot_mapping,
+                                   .tail = pass.stores[kTailStore],
+                                   .tail_table = tail.table,
+                                   .tail_width = a.tail_width(),
+                                   .tokens_per_entry = a.compressor->tokens_per_entry,
+                                   .overlaps = a.compressor->overlaps,
+                                   .compressors = {{.dim = a.head_dim,
+                                                    .tail_offset = 0,
+                                                    .position_bias = w.position_bias,
+                                                    .norm = w.entry_norm,
+                                                    .entries = entry_view},
+                                                   {.dim = a.indexer ? a.indexer->head_dim : 0,
+                                                    .tail_offset = 2 * a.entry_inputs(),
+                                                    .position_bias = w.index_position_bias,
+                                                    .norm = w.index_norm,
+                                                    .entries = key_view}},
+                                   .num_compressors = a.indexer ? 2 : 1,
+                                   .norm_weight_offset = c.norm_weight_offset,
+                                   .norm_eps = c.norm_eps,
+                                   .rope = pass.rope(a.rope, rows),
+                                   .rope_head_dim = a.rope_head_dim});
+}
+
+// Scores the entries that each row may see and chooses those that it reads.
+template <class Ctx>
+void choose(Ctx& ctx, const CompressedAttention& a, const CompressedAttentionWeights& w,
+            const AttentionPass& pass) {
+  const PassRows& rows = pass.rows;
+  const DType dtype = pass.activations.dtype;
+  const auto& own = pass.activations.of<CompressedScratch>();
+  const auto& entries = metadata_of<CompressedMetadata>(pass.metadata(pass.groups, kEntryStore));
+  const KvLayerView key_view = keys_behind(pass.stores[kEntryStore], a.head_dim);
+  const IndexerConfig& indexer = *a.indexer;
+  project_q(ctx, a, pass, w.index_q, own.index_q);
+  rotate(ctx, a, pass, own.index_q, indexer.num_heads, indexer.head_dim, /*has_norm=*/false,
+         /*is_inverse=*/false);
+  const auto heads = static_cast<float>(indexer.num_heads);
+  const auto head_dim = static_cast<float>(indexer.head_dim);
+  ctx.run(index_scores, IndexScoresParams{.num_rows = rows.num_rows,
+                                          .max_rows = rows.capacity,
+                                          .q = own.index_q,
+                                          .weights = own.inputs + a.tail_width(),
+                                          .weights_stride = a.compress_rows(),
+                                          .seq_slot = rows.seq_slot,
+                                          .entry_end = entries.entry_end,
+                                          .table = entries.table,
+                                          .keys = key_view,
+                                          .scale = 1.0f / std::sqrt(heads * head_dim),
+                                          .num_heads = indexer.num_heads,
+                                          .head_dim = indexer.head_dim,
+                                          .top_k = indexer.top_k,
+                                          .scores = own.scores,
+                                          .scores_stride = own.scores_stride,
+                                          .dtype = dtype,
+                                          .num_seqs = rows.num_seqs,
+                                          .row_indptr = rows.row_indptr,
+                                          .max_seqs = rows.max_seqs,
+                                          .max_rows_per_seq = rows.max_rows_per_seq});
+  ctx.run(choose_entries, ChooseEntriesParams{.num_rows = rows.num_rows,
+                                              .max_rows = rows.capacity,
+                                              .scores = own.scores,
+                                              .scores_stride = own.scores_stride,
+                                              .seq_slot = rows.seq_slot,
+                                              .entry_end = entries.entry_end,
+                                              .top_k = indexer.top_k,
+                                              .chosen = own.chosen,
+                                              .num_chosen = own.num_chosen});
+}
+
+}  // namespace
+
 template <class Ctx>
 void run_attention(Ctx& ctx, const CompressedAttention& a, const CompressedAttentionWeights& w,
                    const AttentionPass& pass) {
-  const DecoderConfig& c = pass.config;
   const PassRows& rows = pass.rows;
   const Activations& activations = pass.activations;
   const auto& own = activations.of<CompressedScratch>();
   const DType dtype = activations.dtype;
   const auto& window = metadata_of<SlidingMetadata>(pass.metadata(pass.groups, kWindowStore));
-  const LatentRope rope = pass.rope(a.rope, rows);
-  const auto rotate = [&](void* x, int32_t num_heads, int32_t head_dim, bool has_norm,
-                          bool is_inverse) {
-    ctx.run(rotate_heads, RotateHeadsParams{.num_rows = rows.num_rows,
-                                            .max_rows = rows.capacity,
-                                            .x = x,
-                                            .has_norm = has_norm,
-                                            .norm_eps = c.norm_eps,
-                                            .rope = rope,
-                                            .is_inverse = is_inverse,
-                                            .num_heads = num_heads,
-                                            .head_dim = head_dim,
-                                            .rope_head_dim = a.rope_head_dim,
-                                            .dtype = dtype});
-  };
 
   write_keys_values(ctx, a, w, pass);
-  const auto project_q = [&](const Linear& linear, void* y) {
-    project(ctx, row_count(rows), linear,
-            {.x = activations.qkv,
-             .x_stride = a.qkv_a_rows(),
-             .y = y,
-             .x_dtype = dtype,
-             .y_dtype = dtype});
-  };
-  project_q(w.q_b, own.q);
-  rotate(own.q, a.num_qo_heads, a.head_dim, /*has_norm=*/true, /*is_inverse=*/false);
+  project_q(ctx, a, pass, w.q_b, own.q);
+  rotate(ctx, a, pass, own.q, a.num_qo_heads, a.head_dim, /*has_norm=*/true,
+         /*is_inverse=*/false);
 
   CompressedAttentionParams params = {.num_rows = rows.num_rows,
                                       .max_rows = rows.capacity,
@@ -158,90 +261,20 @@ void run_attention(Ctx& ctx, const CompressedAttention& a, const CompressedAtten
                                       .max_seqs = rows.max_seqs,
                                       .max_rows_per_seq = rows.max_rows_per_seq};
   if (a.compressor) {
-    const auto& tail = metadata_of<SlidingMetadata>(pass.metadata(pass.groups, kTailStore));
+    append_entries(ctx, a, w, pass);
     const auto& entries = metadata_of<CompressedMetadata>(pass.metadata(pass.groups, kEntryStore));
-    const KvLayerView entry_view = pass.stores[kEntryStore];
-    const KvLayerView key_view = keys_behind(entry_view, a.head_dim);
-    project(ctx, row_count(rows), w.compress,
-            {.x = pass.input, .y = own.inputs, .x_dtype = dtype, .y_dtype = DType::kFloat32});
-    ctx.run(append_tail, AppendTailParams{.num_rows = rows.num_rows,
-                                          .max_rows = rows.capacity,
-                                          .x = own.inputs,
-                                          .x_stride = a.compress_rows(),
-                                          .slot_mapping = tail.slot_mapping,
-                                          .tail = pass.stores[kTailStore],
-                                          .width = a.tail_width()});
-    ctx.run(compress, CompressParams{.num_rows = rows.num_rows,
-                                     .max_rows = rows.capacity,
-                                     .positions = rows.positions,
-                                     .seq_slot = rows.seq_slot,
-                                     .entry_slots = entries.slot_mapping,
-                                     .tail = pass.stores[kTailStore],
-                                     .tail_table = tail.table,
-                                     .tail_width = a.tail_width(),
-                                     .tokens_per_entry = a.compressor->tokens_per_entry,
-                                     .overlaps = a.compressor->overlaps,
-                                     .compressors = {{.dim = a.head_dim,
-                                                      .tail_offset = 0,
-                                                      .position_bias = w.position_bias,
-                                                      .norm = w.entry_norm,
-                                                      .entries = entry_view},
-                                                     {.dim = a.indexer ? a.indexer->head_dim : 0,
-                                                      .tail_offset = 2 * a.entry_inputs(),
-                                                      .position_bias = w.index_position_bias,
-                                                      .norm = w.index_norm,
-                                                      .entries = key_view}},
-                                     .num_compressors = a.indexer ? 2 : 1,
-                                     .norm_weight_offset = c.norm_weight_offset,
-                                     .norm_eps = c.norm_eps,
-                                     .rope = rope,
-                                     .rope_head_dim = a.rope_head_dim});
     params.entry_end = entries.entry_end;
     params.entry_table = entries.table;
-    params.entries = entry_view;
+    params.entries = pass.stores[kEntryStore];
     if (a.indexer) {
-      const IndexerConfig& indexer = *a.indexer;
-      project_q(w.index_q, own.index_q);
-      rotate(own.index_q, indexer.num_heads, indexer.head_dim, /*has_norm=*/false,
-             /*is_inverse=*/false);
-      const auto heads = static_cast<float>(indexer.num_heads);
-      const auto head_dim = static_cast<float>(indexer.head_dim);
-      ctx.run(index_scores, IndexScoresParams{.num_rows = rows.num_rows,
-                                              .max_rows = rows.capacity,
-                                              .q = own.index_q,
-                                              .weights = own.inputs + a.tail_width(),
-                                              .weights_stride = a.compress_rows(),
-                                              .seq_slot = rows.seq_slot,
-                                              .entry_end = entries.entry_end,
-                                              .table = entries.table,
-                                              .keys = key_view,
-                                              .scale = 1.0f / std::sqrt(heads * head_dim),
-                                              .num_heads = indexer.num_heads,
-                                              .head_dim = indexer.head_dim,
-                                              .top_k = indexer.top_k,
-                                              .scores = own.scores,
-                                              .scores_stride = own.scores_stride,
-                                              .dtype = dtype,
-                                              .num_seqs = rows.num_seqs,
-                                              .row_indptr = rows.row_indptr,
-                                              .max_seqs = rows.max_seqs,
-                                              .max_rows_per_seq = rows.max_rows_per_seq});
-      ctx.run(choose_entries, ChooseEntriesParams{.num_rows = rows.num_rows,
-                                                  .max_rows = rows.capacity,
-                                                  .scores = own.scores,
-                                                  .scores_stride = own.scores_stride,
-                                                  .seq_slot = rows.seq_slot,
-                                                  .entry_end = entries.entry_end,
-                                                  .top_k = indexer.top_k,
-                                                  .chosen = own.chosen,
-                                                  .num_chosen = own.num_chosen});
+      choose(ctx, a, w, pass);
       params.chosen = own.chosen;
       params.num_chosen = own.num_chosen;
-      params.top_k = indexer.top_k;
+      params.top_k = a.indexer->top_k;
     }
   }
   ctx.run(paceline::compressed_attention, params);
-  rotate(activations.attention, a.num_qo_heads, a.head_dim, /*has_norm=*/false,
+  rotate(ctx, a, pass, activations.attention, a.num_qo_heads, a.head_dim, /*has_norm=*/false,
          /*is_inverse=*/true);
   project(ctx, row_count(rows), w.o_a,
           {.x = activations.attention, .y = own.groups, .x_dtype = dtype, .y_dtype = dtype});
