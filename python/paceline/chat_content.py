@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from paceline.chat_messages import TextParts
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from paceline import chat_process
+from paceline.chat_messages import PartsAsText, TextParts
 
 Form = Literal["string", "parts", "any"]
 
@@ -32,11 +30,11 @@ _CALL: Final = {
     ],
 }
 # A probe has three messages at most.
-_MAX_STEPS: Final = 200_000
+_MAX_CPU_S: Final = 1.0
 
 
 @functools.lru_cache(maxsize=256)
-def form_of(template: Template, role: str, special_tokens: tuple[tuple[str, str], ...]) -> Form:
+def form_of(template: str, role: str, special_tokens: tuple[tuple[str, str], ...]) -> Form:
     """Finds the form in which a template reads the content of a role.
 
     Args:
@@ -59,10 +57,8 @@ def form_of(template: Template, role: str, special_tokens: tuple[tuple[str, str]
     return "any" if _FIRST in as_parts else "string"
 
 
-def _probe(template: Template, role: str, content: Any, tokens: Mapping[str, str]) -> str:
+def _probe(template: str, role: str, content: Any, tokens: Mapping[str, str]) -> str:
     """Renders a conversation with a message of a role; "" if the template fails."""
-    from paceline.chat_sandbox import render
-
     message = {"role": role, "content": content}
     if role in ("system", "developer"):
         messages = [message, _QUESTION]
@@ -80,8 +76,8 @@ def _probe(template: Template, role: str, content: Any, tokens: Mapping[str, str
         "add_generation_prompt": True,
     }
     try:
-        return render(template, variables, _MAX_STEPS)
-    except Exception:  # of any kind: templates are programs
+        return chat_process.render(template, variables, _MAX_CPU_S)
+    except (chat_process.TemplateError, PartsAsText):
         return ""
 
 

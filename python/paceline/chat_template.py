@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates: read from a checkpoint, and rendered to the prompts of conversations.
 
-The strings are those of transformers' `apply_chat_template`. Jinja2 is imported when the first
-conversation is rendered.
+The strings are those of transformers' `apply_chat_template`. `chat_process` renders them.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline import chat_process
 from paceline._core import ModelFileError
 from paceline.chat_content import form_of, with_form
 from paceline.chat_messages import (
@@ -34,12 +34,9 @@ from paceline.loader.files import exists, read_file
 from paceline.loader.section import MAX_CONFIG_BYTES
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
     from paceline.loader import LoadedModel
 
 MAX_TEMPLATE_BYTES: Final = 256 << 10
-_MAX_REASON_CHARS: Final = 500
 
 _DEFAULT: Final = "default"
 _TOOL_USE: Final = "tool_use"
@@ -331,30 +328,13 @@ def _check_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
 # ---- rendering -----------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=32)
-def _compile(text: str) -> Template:
-    from paceline.chat_sandbox import compile_template
-
-    return compile_template(text)
-
-
 class _Template:
     """A template with its name."""
 
     def __init__(self, source: str, text: str, special_tokens: Mapping[str, str]) -> None:
-        from jinja2 import TemplateSyntaxError
-
         self._source = source
         self._text = text
         self._special_tokens = tuple(sorted(special_tokens.items()))
-        try:
-            self._template = _compile(text)
-        except TemplateSyntaxError as error:
-            raise ValueError(
-                f"{source} is not a valid template: line {error.lineno}: {_line(error.message)}"
-            ) from None
-        except Exception as error:
-            raise ValueError(f"{source} is not a valid template: {_line(error)}") from None
 
     def render(
         self, conversation: list[Any], variables: Mapping[str, Any], *, is_continued: bool
@@ -365,7 +345,7 @@ class _Template:
             ValueError: The template refuses the messages, fails, or exceeds a limit.
         """
         roles = {message["role"] for message in conversation}
-        forms = {role: form_of(self._template, role, self._special_tokens) for role in roles}
+        forms = {role: form_of(self._text, role, self._special_tokens) for role in roles}
         given = [with_form(message, forms[message["role"]]) for message in conversation]
         try:
             return self._render_form(given, variables, is_continued=is_continued)
@@ -424,36 +404,7 @@ class _Template:
         )
 
     def _render(self, variables: Mapping[str, Any]) -> str:
-        from paceline.chat_costs import LimitError
-        from paceline.chat_sandbox import RefusedMessages, render
-
         try:
-            return render(self._template, variables)
-        except RefusedMessages as error:
-            raise ValueError(f"{self._source} refuses the messages: {_line(error)}") from None
-        except PartsAsText:
-            raise  # `render` gives strings in their place
-        except LimitError as error:
-            raise ValueError(f"{self._source} exceeds a limit: {_line(error)}") from None
-        except RecursionError:
-            raise ValueError(f"{self._source} exceeds a limit: it nests too deeply") from None
-        except Exception as error:
-            raise ValueError(
-                f"{self._source} fails{_place(error)}: {type(error).__name__}: {_line(error)}"
-            ) from None
-
-
-def _line(error: object) -> str:
-    """A message in one line."""
-    return " ".join(str(error).split())[:_MAX_REASON_CHARS]
-
-
-def _place(error: BaseException) -> str:
-    """The line of the template in which an error arose."""
-    line = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == "<template>":
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return "" if line is None else f" in line {line}"
+            return chat_process.render(self._text, variables)
+        except chat_process.TemplateError as error:
+            raise ValueError(f"{self._source} {error}") from None

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from paceline.child_process import start_python
 from paceline.grammar_worker import LENGTH, MAX_CPU_S, MAX_MEMORY_BYTES, STARTED
 from paceline.structured_outputs import StructuredOutputsParams
 
@@ -112,21 +113,15 @@ class TrialProcess:
             json.dump(self._setup(), file)
             file.flush()
             file.seek(0)
-            # The same modules as here, whatever the working directory has.
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from paceline.grammar_worker import "
-                f"main; main({theirs.fileno()}, {file.fileno()})"
-            )
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    stdin=subprocess.DEVNULL,
+                self._process = start_python(
+                    "paceline.grammar_worker",
+                    theirs.fileno(),
+                    file.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,  # Rust code writes there when its memory ends
-                    pass_fds=[theirs.fileno(), file.fileno()],
                     # A thread's own heap would reserve memory, which counts.
                     env=os.environ | {"MALLOC_ARENA_MAX": "1"},
-                    process_group=0,  # a Ctrl-C is for the engine's process alone
                 )
             except BaseException:
                 ours.close()

@@ -42,12 +42,12 @@ def test_preparing_does_not_block_the_loop(allm: AsyncLLM, monkeypatch: pytest.M
         time.sleep(1)
         return encode(self, text, **options)
 
-    def slow_now(form: str) -> str:
+    def slow_render(text: str, variables: Any, *limits: float) -> str:
         time.sleep(1)
-        return form
+        return "now"
 
     monkeypatch.setattr(TokenizerInfo, "encode", slow_encode)
-    monkeypatch.setattr("paceline.chat_sandbox.check_strftime", slow_now)
+    monkeypatch.setattr("paceline.chat_process.render", slow_render)
 
     async def main() -> float:
         stop = asyncio.Event()

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline import ModelFileError
+from paceline import ModelFileError, chat_content, chat_process
 from paceline.chat_template import ChatTemplates, read_given_template
 
 TEMPLATES = Path(__file__).parents[1] / "support" / "chat_templates"
@@ -320,16 +323,14 @@ def test_results_of_tools_that_are_no_text_stay_as_they_are() -> None:
 
 
 def test_a_template_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline import chat_sandbox
-
     rendered = []
-    render = chat_sandbox.render
+    render = chat_process.render
 
-    def counted(template: Any, variables: Any, *limits: int) -> str:
+    def counted(template: str, variables: Any, *limits: float) -> str:
         rendered.append(variables)
         return render(template, variables, *limits)
 
-    monkeypatch.setattr(chat_sandbox, "render", counted)
+    monkeypatch.setattr(chat_process, "render", counted)
     text = "{% for m in messages %}{{ m.content }}{% endfor %}{# probed once #}"
     for _ in range(3):
         assert apply(text, in_parts(HELLO * 9, 2)) == "Hello" * 9
@@ -529,23 +530,70 @@ HOSTILE = {
     "slices": "{{ [1] | slice(1000000000) | list }}",
     "range": "{{ range(1000000000) }}",
     "sum of lists": "{% set x = [[1]] * 90000 %}{{ x | sum(start=[]) }}",
-    "search": "{% set x = 'a' * 4000000 %}{{ x.rfind('b' + x[:2000000]) }}",
-    "strip": "{% set x = 'a' * 4000000 %}{{ x.strip('b' * 2000000) }}",
-    "copies": "{% set x = 'a' * 4000000 %}{% for i in range(99) %}{% set y = x[1:] %}{% endfor %}",
+    "search": "{% set x = 'a' * 4000000 %}{% for i in range(9999) %}"
+    "{{ x.rfind('b' + x[:2000000]) }}{% endfor %}",
+    "strip": "{% set x = 'a' * 4000000 %}{% for i in range(9999) %}"
+    "{% set y = x.strip('b' * 2000000) %}{% endfor %}",
+    "copies": "{% set x = 'a' * 4000000 %}{% for i in range(9999) %}"
+    "{% set y = x[1:] %}{% endfor %}",
     "time": _TWICE + "{{ strftime_now('%c') }}{% endfor %}{% endfor %}",
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tenth of the steps, to save time: they bound every one of these alike."""
-    from paceline import chat_sandbox
-
-    monkeypatch.setattr(chat_sandbox.render, "__defaults__", (chat_sandbox.MAX_STEPS // 10,))
-    start = time.process_time()
+    """With a tenth of the time, to save it: the limit bounds every one of these alike."""
+    monkeypatch.setattr(chat_process, "MAX_CPU_S", chat_process.MAX_CPU_S / 10)
+    monkeypatch.setattr(chat_content, "_MAX_CPU_S", chat_process.MAX_CPU_S / 10)
+    start = time.perf_counter()
     with pytest.raises(ValueError, match=r"exceeds a limit|Range too big"):
         apply(HOSTILE[name])
-    assert time.process_time() - start < 5  # 0.5 s at most on an idle core
+    chat_process._renderer.close()  # so that its memory is known
+    assert time.perf_counter() - start < 30
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert children.ru_maxrss << 10 < chat_process.MAX_MEMORY_BYTES + (256 << 20)
+
+
+def test_a_template_takes_no_more_than_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_process, "MAX_CPU_S", 0.5)
+    chat_process._renderer.close()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(chat_process.TemplateError, match=r"more than 0\.5 s of CPU time"):
+        chat_process.render(HOSTILE["loops"], {})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert 0.4 < used < 2  # with the start of the process
+
+
+def test_rendering_goes_on_after_a_template_that_was_stopped() -> None:
+    with pytest.raises(chat_process.TemplateError, match="exceeds a limit"):
+        chat_process.render(HOSTILE["calls"], {}, 0.1)
+    assert chat_process.render("{{ x }}", {"x": "\ud800é"}) == "\ud800é"
+
+
+def test_a_process_that_has_ended_is_started_again() -> None:
+    assert chat_process.render("a", {}) == "a"
+    process = chat_process._renderer._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert chat_process.render("b", {}) == "b"
+
+
+def test_a_forked_child_has_a_process_of_its_own() -> None:
+    assert chat_process.render("a", {}) == "a"
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if chat_process.render("{{ x }}", {"x": "b"}) == "b" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert chat_process.render("c", {}) == "c"
+
+
+def test_a_template_cannot_change_the_messages() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    with suppress(ValueError):
+        apply("{% set _ = dict.update(messages[0], {'content': 'b'}) %}", messages)
+    assert messages == [{"role": "user", "content": "a"}]
 
 
 def test_long_conversations_are_within_the_limits() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from paceline import lifetime
+from paceline.child_process import start_python
 from paceline.replicas.ledger import Run, is_untouched, open_samples
 from paceline.replicas.messages import EngineEvent, Facts, unsendable
 from paceline.replicas.prefixes import PrefixRouter, block_keys
@@ -283,17 +283,10 @@ class ReplicaSet(RemoteExecutor):
     def _spawn(self, replica: _Replica) -> tuple[Connection, subprocess.Popen[bytes]]:
         ours, theirs = Pipe()
         with theirs:
-            # The same modules as here, whatever the working directory has.
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from paceline.replicas.worker import "
-                f"main; main({theirs.fileno()})"
-            )
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+            process = start_python(
+                "paceline.replicas.worker",
+                theirs.fileno(),
                 env=os.environ | dict(replica.environment),
-                process_group=0,  # a Ctrl-C is for the server alone
             )
         return ours, process
 
