@@ -104,7 +104,7 @@ def test_a_report_without_floors_or_times(tmp_path: Path, drawn: list[Figure]) -
         "num_draft_tokens": 0,
     }  # fmt: skip
     rows = [row, row | {"workload": {"concurrency": 4}, "iteration_ms": 0.0}]
-    plot.draw({"target": "t", "device": "cpu", "rows": rows}, str(tmp_path / "a.png"))
+    plot.draw_report({"target": "t", "device": "cpu", "rows": rows}, str(tmp_path / "a.png"))
     assert lines_of(drawn[0], 0) == {"plain $x$": ([2], [1.5])}
     assert drawn[0].get_suptitle() == "t, cpu"
 

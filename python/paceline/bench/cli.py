@@ -12,8 +12,7 @@ from paceline.bench.latency_command import run_latency
 from paceline.bench.options import add_latency_parser, check_can_write
 from paceline.bench.pairs.command import run_pairs
 from paceline.bench.pairs.options import add_pairs_parser
-from paceline.bench.pairs.plot import draw as draw_pairs
-from paceline.bench.plot import PLOT_NEEDS, check_can_plot, draw, is_pairs_report, read_report
+from paceline.bench.plot import PLOT_NEEDS, check_can_plot, draw_report, read_report
 from paceline.bench.serve.command import run_serve
 from paceline.bench.serve.options import add_serve_parser
 from paceline.checks import check_path
@@ -52,7 +51,6 @@ def run_plot(args: argparse.Namespace) -> int:
     check_path("REPORT", args.report, "a file with a report")
     check_can_write("--out", args.out)
     check_can_plot("--out", args.out)
-    stored = read_report(args.report)
-    (draw_pairs if is_pairs_report(stored) else draw)(stored, args.out)
+    draw_report(read_report(args.report), args.out)
     emit(f"wrote {args.out}")
     return 0

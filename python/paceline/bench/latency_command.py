@@ -31,7 +31,7 @@ from paceline.bench.options import (
     parse_latency_options,
     target_source,
 )
-from paceline.bench.plot import draw
+from paceline.bench.plot import draw_report
 from paceline.bench.report import (
     COLUMNS,
     EXPERTS_LEGEND,
@@ -219,7 +219,7 @@ class _Bench:
             for line in self._closing_lines(measured):
                 emit(line)
         if self.args.plot is not None:
-            draw(measured, self.args.plot)
+            draw_report(measured, self.args.plot)
 
     def _closing_lines(self, measured: dict[str, Any]) -> list[str]:
         has_gpu = self.setup.device == "cuda"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads reports of benches and draws those of `latency`; needs matplotlib, the extra [bench]."""
+"""Draws the reports of `latency`, `pairs` and `serve`; needs matplotlib, the extra [bench]."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +15,6 @@ from paceline.checks import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _SUFFIXES: Final = (".png", ".svg", ".pdf")
 PLOT_NEEDS: Final = (
@@ -27,6 +28,46 @@ _ROW_KEYS: Final = (
 _PAIR_KEYS: Final = (
     "pair", "temperature", "max_concurrency", "output_throughput", "median_itl_ms", "floor_share",
 )  # fmt: skip
+# Title, unit, and by the name of each line its key. The first line is drawn in full, and the others
+# are thin and dashed.
+Panel = tuple[str, str, Mapping[str, str]]
+_LATENCY_PANELS: Final[Sequence[Panel]] = (
+    ("time of an iteration", "ms (median)", {"{}": "iteration_ms", "floor of {}": "floor_ms"}),
+    (
+        "output of all sequences",
+        "tokens per second",
+        {"{}": "output_tokens_per_s", "limit of {}": "limit_tokens_per_s"},
+    ),
+)
+_PAIR_PANELS: Final[Sequence[Panel]] = (
+    ("output of all requests", "tokens per second", {"{}": "output_throughput"}),
+    ("inter-token latency", "ms (median)", {"{}": "median_itl_ms"}),
+    ("share of the floor", "least time of an iteration / its time", {"{}": "floor_share"}),
+)
+_SERVE_PANELS: Final[Sequence[Panel]] = (
+    ("output", "tokens per second", {"output": "output_throughput"}),
+    ("time to first token", "ms", {"median": "median_ttft_ms", "p99": "p99_ttft_ms"}),
+    ("inter-token latency", "ms", {"median": "median_itl_ms", "p99": "p99_itl_ms"}),
+)
+# Of lines that share a colour.
+_STYLES: Final = ("-", "--", ":", "-.")
+
+
+@dataclass
+class Series:
+    """The rows of a report that a line connects.
+
+    Attributes:
+        name: Its name, for "{}" in the names of a panel.
+        color: The number of its colour.
+        style: Its line style, as of matplotlib.
+        rows: By position on the x axis: the figures.
+    """
+
+    name: str
+    color: int
+    style: str = "-"
+    rows: dict[float, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def check_can_plot(option: str, path: str) -> None:
@@ -56,11 +97,9 @@ def read_report(path: str) -> dict[str, Any]:
     try:
         report = json.loads(Path(path).read_bytes())
         rows = report["rows"]
-        is_of_pairs = is_pairs_report(report)
+        keys = _PAIR_KEYS if _is_of_pairs(report) else _ROW_KEYS
         is_report = bool(rows) and all(
-            all(key in row for key in (_PAIR_KEYS if is_of_pairs else _ROW_KEYS))
-            and (row["max_concurrency"] if is_of_pairs else row["workload"]["concurrency"]) >= 1
-            for row in rows
+            all(key in row for key in keys) and _concurrency(row) >= 1 for row in rows
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         is_report = False
@@ -74,56 +113,95 @@ def read_report(path: str) -> dict[str, Any]:
     return result
 
 
-def is_pairs_report(report: dict[str, Any]) -> bool:
-    """Returns whether a report is one of `paceline bench pairs`."""
-    return report.get("bench") == "pairs"
-
-
-def draw(report: dict[str, Any], path: str) -> None:
-    """Draws time and throughput against concurrency.
+def draw_report(report: Mapping[str, Any], path: str) -> None:
+    """Draws a report of `latency` or `pairs` against concurrency.
 
     Args:
-        report: The report.
+        report: The report, with at least one row.
         path: The file to write.
 
     Raises:
         OSError: It cannot be written.
     """
+    is_of_pairs = _is_of_pairs(report)
+    series = (_pair_series if is_of_pairs else _latency_series)(report["rows"])
+    ticks = {float(c): str(c) for c in sorted(map(_concurrency, report["rows"]))}
+    panels = _PAIR_PANELS if is_of_pairs else _LATENCY_PANELS
+    draw(panels, series, ticks, title_of(report), path, has_one_legend=is_of_pairs)
+
+
+def draw_results(results: Sequence[Mapping[str, Any]], command: str, path: str) -> None:
+    """Draws throughput, TTFT and ITL of `serve` against load; else as `draw_report`."""
+    ticks = {float(place): _load(result) for place, result in enumerate(results)}
+    series = Series("", 0, rows=dict(zip(ticks, results, strict=True)))
+    facts = {"target": results[0]["model_id"], "date": results[0]["date"], "command": command}
+    draw(_SERVE_PANELS, [series], ticks, title_of(facts), path, x_label="load", is_log=False)
+
+
+def draw(
+    panels: Sequence[Panel],
+    series: Sequence[Series],
+    ticks: Mapping[float, str],
+    title: str,
+    path: str,
+    *,
+    x_label: str = "sequences at the same time",
+    is_log: bool = True,
+    has_one_legend: bool = False,
+) -> None:
+    """Draws panels side by side, each with the lines of all series.
+
+    Args:
+        panels: The panels.
+        series: Their lines.
+        ticks: The labels of the x axis, by position.
+        title: The title of the figure.
+        path: The file to write.
+        x_label: The name of the x axis.
+        is_log: Whether both axes are logarithmic, on which figures that are zero are not drawn.
+        has_one_legend: Whether one legend for all panels replaces that of each panel.
+    """
     from matplotlib.figure import Figure  # has the Agg backend, and opens no window
 
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
-    time_axes, rate_axes = figure.subplots(1, 2)
-    rows = report["rows"]
-    names = list(dict.fromkeys(str(row["configuration"]) for row in rows))
-    for index, name in enumerate(names):
-        color = f"C{index % 10}"
-        own = [row for row in rows if row["configuration"] == name and row["iteration_ms"] > 0]
-        own.sort(key=lambda row: row["workload"]["concurrency"])
-        _line(time_axes, own, _time, color, name)
-        _line(rate_axes, own, _rate, color, name)
-        with_floor = [row for row in own if row["floor_ms"]]
-        _line(time_axes, with_floor, _floor_time, color, f"floor of {name}", is_floor=True)
-        _line(rate_axes, with_floor, _floor_rate, color, f"limit of {name}", is_floor=True)
-    concurrency = sorted({row["workload"]["concurrency"] for row in rows})
-    prepare_axes(time_axes, concurrency, "time of an iteration", "ms (median)")
-    prepare_axes(rate_axes, concurrency, "output of all sequences", "tokens per second")
-    save(figure, report, path)
-
-
-def save(figure: Figure, report: dict[str, Any], path: str) -> None:
-    """Writes a figure with the title of its report.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    figure.suptitle(title_of(report), fontsize=9, parse_math=False)
+    figure = Figure(figsize=(5.5 * len(panels), 5.6), layout="constrained")
+    handles: dict[str, Any] = {}
+    for axes, (heading, unit, keys) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for one in series:
+            for rank, (label, key) in enumerate(keys.items()):
+                points = [
+                    (x, row[key])
+                    for x, row in sorted(one.rows.items())
+                    if row[key] or (row[key] is not None and not is_log)
+                ]
+                if points:
+                    [handles[label.format(one.name)]] = axes.plot(
+                        *zip(*points, strict=True),
+                        label=label.format(one.name),
+                        color=f"C{one.color % 10}",
+                        linestyle="--" if rank else one.style,
+                        linewidth=1 if rank else 2,
+                        marker="" if rank and len(points) > 1 else "o",
+                        markersize=4,
+                    )
+        _scale(axes, is_log=is_log)
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.set_title(heading, fontsize=10)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(unit)
+        axes.grid(alpha=0.3)
+        if not has_one_legend and list(keys) != [heading]:
+            axes.legend(fontsize=8)
+    if has_one_legend:
+        lines = list(handles.values())
+        figure.legend(handles=lines, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(title, fontsize=9, parse_math=False)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
 
 
-def title_of(report: dict[str, Any]) -> str:
+def title_of(report: Mapping[str, Any]) -> str:
     """Model, machine, date and command; older reports lack some of them."""
     models = " + ".join(str(report[key]) for key in ("target", "draft") if report.get(key))
     machine = report.get("machine") or report.get("device_name") or report.get("device")
@@ -133,70 +211,62 @@ def title_of(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _time(row: dict[str, Any]) -> float:
-    return float(row["iteration_ms"])
-
-
-def _rate(row: dict[str, Any]) -> float:
-    return float(row["output_tokens_per_s"])
-
-
-def _floor_time(row: dict[str, Any]) -> float:
-    return float(row["floor_ms"])
-
-
-def _floor_rate(row: dict[str, Any]) -> float:
-    """Tokens per second if every iteration took its least time."""
-    tokens = row["workload"]["concurrency"] * row["tokens_per_iteration"]
-    return float(tokens / row["floor_ms"] * 1e3)
-
-
-def _line(
-    axes: Axes,
-    rows: list[dict[str, Any]],
-    value: Any,
-    color: str,
-    label: str,
-    *,
-    is_floor: bool = False,
-) -> None:
-    if not rows:
-        return
-    axes.plot(
-        [row["workload"]["concurrency"] for row in rows],
-        [value(row) for row in rows],
-        color=color,
-        label=label,
-        linestyle="--" if is_floor else "-",
-        linewidth=1 if is_floor else 2,
-        marker="" if is_floor and len(rows) > 1 else "o",
-        markersize=4,
-    )
-
-
-def prepare_axes(
-    axes: Axes, concurrency: list[int], title: str, unit: str, *, has_legend: bool = True
-) -> None:
-    """Scales and labels axes over concurrency, whose lines are drawn.
-
-    Args:
-        axes: The axes.
-        concurrency: The ticks.
-        title: What is shown.
-        unit: Its unit.
-        has_legend: Whether the axes get a legend.
-    """
+def _scale(axes: Axes, *, is_log: bool) -> None:
     from matplotlib.ticker import LogLocator
 
+    if not is_log:
+        axes.set_ylim(bottom=0)
+        return
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(concurrency, [str(number) for number in concurrency])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("sequences at the same time")
-    axes.set_ylabel(unit)
-    axes.grid(alpha=0.3)
-    if has_legend:
-        axes.legend(fontsize=8)
+
+
+def _is_of_pairs(report: Mapping[str, Any]) -> bool:
+    return report.get("bench") == "pairs"
+
+
+def _concurrency(row: Mapping[str, Any]) -> int:
+    number: int = row["max_concurrency"] if "pair" in row else row["workload"]["concurrency"]
+    return number
+
+
+def _latency_series(rows: Sequence[Mapping[str, Any]]) -> list[Series]:
+    """A series for each configuration, of the rows whose sequences decoded together."""
+    found: dict[str, Series] = {}
+    for row in rows:
+        name = str(row["configuration"])
+        series = found.setdefault(name, Series(name, len(found)))
+        concurrency, floor_ms = _concurrency(row), row["floor_ms"]
+        if row["iteration_ms"] > 0:
+            # If every iteration took its least time.
+            limit = concurrency * row["tokens_per_iteration"] / floor_ms * 1e3 if floor_ms else None
+            series.rows[concurrency] = {**row, "limit_tokens_per_s": limit}
+    return list(found.values())
+
+
+def _pair_series(rows: Sequence[Mapping[str, Any]]) -> list[Series]:
+    """A series for each pair and temperature: a pair has a colour, a temperature a line style."""
+    pairs = list(dict.fromkeys(row["pair"] for row in rows))
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    found: dict[str, Series] = {}
+    for row in rows:
+        name = f"{row['pair']}, T={row['temperature']:g}"
+        if row["has_dummy_weights"]:
+            name += ", imposed length"
+        style = _STYLES[temperatures.index(row["temperature"]) % len(_STYLES)]
+        series = found.setdefault(name, Series(name, pairs.index(row["pair"]), style))
+        series.rows[_concurrency(row)] = row
+    return list(found.values())
+
+
+def _load(result: Mapping[str, Any]) -> str:
+    """The name of a load of `serve`."""
+    parts = []
+    if result["request_rate"] != "inf":
+        parts.append(f"{result['request_rate']:g}/s")
+    if result["max_concurrency"] is not None:
+        parts.append(f"c={result['max_concurrency']}")
+    return "\n".join(parts) or "all at once"

@@ -18,7 +18,6 @@ from paceline.bench.latency import measure
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.pairs.known import Pair, imposed_length
 from paceline.bench.pairs.options import PairsOptions, parse_options, speculative_config
-from paceline.bench.pairs.plot import draw
 from paceline.bench.pairs.report import (
     PairRow,
     Unmeasured,
@@ -28,6 +27,7 @@ from paceline.bench.pairs.report import (
     print_unmeasured,
     report,
 )
+from paceline.bench.plot import draw_report
 from paceline.bench.report import write_json
 from paceline.bench.runs import Requests
 from paceline.bench.workload import Workload
@@ -93,7 +93,7 @@ def run_pairs(args: argparse.Namespace) -> int:
     if not rows:
         return EXIT_OUT_OF_MEMORY
     if args.plot is not None:
-        draw(measured, args.plot)
+        draw_report(measured, args.plot)
     return EXIT_OK
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.options import check_can_write
-from paceline.bench.plot import check_can_plot
+from paceline.bench.plot import check_can_plot, draw_results
 from paceline.bench.report import write_json
 from paceline.bench.serve.client import CHATS, Client, find_model, read_draft_counters
 from paceline.bench.serve.datasets import (
@@ -32,7 +32,6 @@ from paceline.bench.serve.figures import (
     table,
 )
 from paceline.bench.serve.load import Load, run_load
-from paceline.bench.serve.plot import draw
 from paceline.checks import check_finite, check_int, check_path, parse_json, shorten
 from paceline.console import EXIT_FAILURE, EXIT_OK, check_output, emit, tell
 from paceline.limits import MAX_INT, MAX_SEED, MAX_TEMPERATURE
@@ -76,7 +75,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, results[0] if len(results) == 1 else results)
     if args.plot is not None:
-        draw(results, _command_of(args), args.plot)
+        draw_results(results, _command_of(args), args.plot)
     return EXIT_OK if all(result["completed"] for result in results) else EXIT_FAILURE
 
 
