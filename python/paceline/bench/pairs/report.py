@@ -158,7 +158,7 @@ def report(
     rows: Sequence[Mapping[str, Any]],
     unmeasured: Sequence[Unmeasured],
 ) -> dict[str, Any]:
-    """Returns the report as plain JSON types; docs/bench-pairs.md describes the keys.
+    """Returns the report as plain JSON types; docs/bench.md describes the keys.
 
     Args:
         command: The command line.
