@@ -258,7 +258,7 @@ def test_function_calls_are_read_in_linear_time() -> None:
             started = time.thread_time()
             call = read_response(given, SamplingParams(), lambda _: None, None, Thinking())
             times.append(time.thread_time() - started)
-            (message,) = call.chat.messages
+            (message,) = call.messages
             assert len(message["tool_calls"]) == num_calls
         return min(times)
 

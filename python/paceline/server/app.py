@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -27,27 +27,27 @@ from paceline.server.connection import (
 from paceline.server.cors import allow_origins
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.exchange import REQUEST_ID, error_response
-from paceline.server.fields import (
+from paceline.server.field_schemas import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     MAX_MESSAGES,
-    Wishes,
-    read_chat,
-    read_completion,
+    MESSAGE_FIELDS,
+    RESPONSE_FIELDS,
 )
+from paceline.server.fields import ChatCall, Wishes, read_chat, read_completion
 from paceline.server.generation import Generation
 from paceline.server.guard import API_KEY, GENERATING_PATHS, App, Guard, Scope
 from paceline.server.live_page import page
-from paceline.server.message_fields import MESSAGE_FIELDS, read_message
+from paceline.server.message_fields import read_message
 from paceline.server.messages import MessageRun
 from paceline.server.metrics import CONTENT_TYPE
 from paceline.server.openapi import docs_page, document
-from paceline.server.response_fields import RESPONSE_FIELDS, read_response
+from paceline.server.response_fields import read_response
 from paceline.server.responses import ResponseRun
+from paceline.server.runs import Run, RunContext
 from paceline.server.service import Service
-from paceline.server.shapes import ChatShape, CompletionShape, Shape
-from paceline.server.single_run import SingleRun
-from paceline.server.traces import REQUEST_SPAN, RequestSpan
+from paceline.server.shapes import ChatShape, CompletionShape
+from paceline.server.traces import REQUEST_SPAN
 
 _logger = logging.getLogger("paceline")
 
@@ -228,94 +228,67 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
             request,
             lambda given: read_completion(given, service.completion_params, service.check_model),
         )
+        num_prompts = len(call.prompts)
+        param = "prompt" if num_prompts > 1 else "n"
         # Before anything is made for each of the prompts, of which a body may have a million.
-        num_outputs = len(call.prompts) * call.wishes.params.n
-        service.admission.check_size(num_outputs, _param_of_outputs(len(call.prompts)))
+        service.admission.check_size(num_prompts * call.wishes.params.n, param)
         salt = salt_of(request, call.wishes)
         streams = [
             allm.stream(with_salt(prompt, salt), call.wishes.params) for prompt in call.prompts
         ]
-        return await _generate(
-            service, request, streams, CompletionShape(call.wishes, service.decode)
-        )
+        shape = CompletionShape(call.wishes, service.decode)
+        run = Generation(streams, shape, _context(service, request))
+        return await _answer(service, request, run, call.wishes, param, num_prompts)
 
-    async def responses(request: Request) -> Response:
-        call = await service.read(
-            request,
-            lambda given: read_response(
-                given,
-                service.chat_params,
-                service.check_model,
-                service.text_format,
-                service.thinking,
-            ),
-        )
-        chat = call.chat
-        stream = allm.stream_chat(
-            chat.messages,
-            chat.wishes.params,
-            cache_salt=salt_of(request, chat.wishes),
-            **chat.template_arguments,
-        )
-        run = ResponseRun(
-            stream,
-            call,
-            service.names[0],
-            service.figures,
-            request.scope[REQUEST_ID],
-            request.scope.get(REQUEST_SPAN),
-            shows_cached_tokens=service.shows_cached_tokens,
-        )
-        return await _run(service, request, run, chat.wishes, param="input", num_prompts=1)
-
-    async def chat_completions(request: Request) -> Response:
-        call = await service.read(
-            request,
-            lambda given: read_chat(
-                given,
-                service.chat_params,
-                service.check_model,
-                service.text_format,
-                service.thinking,
-            ),
-        )
-        stream = allm.stream_chat(
-            call.messages,
-            call.wishes.params,
-            cache_salt=salt_of(request, call.wishes),
-            **call.template_arguments,
-        )
-        return await _generate(service, request, [stream], ChatShape(call.wishes, call.make_parser))
-
-    async def messages(request: Request) -> Response:
-        call = await service.read(
-            request,
-            lambda given: read_message(
-                given,
-                service.chat_params,
-                service.check_model,
-                service.text_format,
-                service.thinking,
-            ),
-        )
-        run = MessageRun(
-            allm.stream_chat(
+    def chats(
+        read: Callable[..., ChatCall],
+        make: Callable[[ChunkStream, ChatCall, RunContext], Run],
+        param: str,
+    ) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            call = await service.read(
+                request,
+                lambda given: read(
+                    given,
+                    service.chat_params,
+                    service.check_model,
+                    service.text_format,
+                    service.thinking,
+                ),
+            )
+            stream = allm.stream_chat(
                 call.messages,
                 call.wishes.params,
                 cache_salt=salt_of(request, call.wishes),
                 **call.template_arguments,
-            ),
-            call,
-            service.names[0],
-            service.figures,
-            request.scope[REQUEST_ID],
-            request.scope.get(REQUEST_SPAN),
-            shows_cached_tokens=service.shows_cached_tokens,
-        )
-        return await _run(service, request, run, call.wishes, param="messages", num_prompts=1)
+            )
+            run = make(stream, call, _context(service, request))
+            return await _answer(service, request, run, call.wishes, param)
 
-    found = (completions, chat_completions, responses, messages)
+        return answer
+
+    found = (
+        completions,
+        chats(read_chat, _chat_run, "n"),
+        chats(read_response, ResponseRun, "input"),
+        chats(read_message, MessageRun, "messages"),
+    )
     return dict(zip(GENERATING_PATHS, found, strict=True))
+
+
+def _chat_run(stream: ChunkStream, call: ChatCall, context: RunContext) -> Run:
+    return Generation([stream], ChatShape(call.wishes, call.make_parser), context)
+
+
+def _context(service: Service, request: Request) -> RunContext:
+    return RunContext(
+        service.names[0],
+        request.scope[REQUEST_ID],
+        service.figures,
+        request.scope.get(REQUEST_SPAN),
+        service.write,
+        service.shows_cached_tokens,
+    )
 
 
 def _tokenizing_endpoints(service: Service) -> dict[str, Endpoint]:
@@ -338,44 +311,20 @@ def _tokenizing_endpoints(service: Service) -> dict[str, Endpoint]:
     }
 
 
-async def _generate(
-    service: Service, request: Request, streams: Sequence[ChunkStream], shape: Shape
-) -> Response:
-    """Runs prompts and makes the response."""
-    run = Generation(
-        streams,
-        service.names[0],
-        shape,
-        service.figures,
-        service.write,
-        request.scope[REQUEST_ID],
-        request.scope.get(REQUEST_SPAN),
-        shows_cached_tokens=service.shows_cached_tokens,
-    )
-    param = _param_of_outputs(len(streams))
-    return await _run(service, request, run, shape.wishes, param=param, num_prompts=len(streams))
-
-
-def _param_of_outputs(num_prompts: int) -> str:
-    """The field that says how many outputs a request has."""
-    return "prompt" if num_prompts > 1 else "n"
-
-
-async def _run(
+async def _answer(
     service: Service,
     request: Request,
-    run: Generation | SingleRun,
+    run: Run,
     wishes: Wishes,
-    *,
     param: str,
-    num_prompts: int,
+    num_prompts: int = 1,
 ) -> Response:
     """Admits a request and runs it; `param` is the field that says how many outputs it has."""
-    span: RequestSpan | None = request.scope.get(REQUEST_SPAN)
-    if span is not None:
-        span.note_request(
-            service.names[0],
-            request.scope[REQUEST_ID],
+    context = run.context
+    if context.span is not None:
+        context.span.note_request(
+            context.model,
+            context.request_id,
             wishes.params,
             is_chat=request.scope["path"] != "/v1/completions",
         )
@@ -392,11 +341,11 @@ async def _run(
         return EventStream(run.events(), stack.pop_all().aclose)
 
 
-async def _start(run: Generation | SingleRun, request: Request) -> None:
+async def _start(run: Run, request: Request) -> None:
     await run.start()
     request.scope[BODY].release()  # the prompts are token ids by now
 
 
-async def _whole(run: Generation | SingleRun, request: Request) -> dict[str, Any] | bytes:
+async def _whole(run: Run, request: Request) -> dict[str, Any] | bytes:
     await _start(run, request)
     return await run.whole()

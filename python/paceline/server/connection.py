@@ -130,4 +130,9 @@ def event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(data) + b"\n\n"
 
 
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """Makes one server-sent event that has the name of its type."""
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
 END: Final = b"data: [DONE]\n\n"

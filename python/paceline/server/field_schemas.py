@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON schemas of the fields of requests, for /openapi.json and /docs.
+"""The fields of each route's body, with their JSON schemas for /openapi.json and /docs.
 
-The fields are checked where they are read; the tests compare both.
+The values are checked where they are read; the tests compare both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.limits import (
@@ -20,12 +21,17 @@ from paceline.limits import (
     MAX_TEMPERATURE,
 )
 from paceline.sampling import MAX_STOP_STRING_LEN, MAX_STOP_STRINGS
-from paceline.server.fields import MAX_MESSAGES, ROLES
-from paceline.server.no_effect import CHOICES, MAX_TEXT
+from paceline.server.no_effect import CHOICES, MAX_TEXT, NO_EFFECT
+from paceline.server.structured import GUIDED_FIELDS
 from paceline.server.thinking import EFFORTS
 from paceline.server.tools import MAX_TOOLS
 
 Schema = dict[str, Any]
+# By the name of a field.
+Schemas = Mapping[str, Schema]
+
+MAX_MESSAGES: Final = 4096
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 _NO_EFFECT: Final = "Has no effect."
 
@@ -89,9 +95,8 @@ def _tools(required: list[str], text: str) -> Schema:
     return _list({"type": "object", "required": required}, text, maxItems=MAX_TOOLS)
 
 
-# By field, as completions and chats have it.
-_COMMON: Final[dict[str, Schema]] = {
-    "model": _text("The name of the model; it may be left out."),
+# The parameters of `SamplingParams` that mean the same here.
+SAMPLING: Final[Schemas] = {
     "n": _integer(1, MAX_SAMPLES, "How many outputs a prompt gets."),
     "temperature": _number(0, MAX_TEMPERATURE, "0 takes the likeliest token."),
     "top_k": _integer(-1, MAX_INT, "Only the k likeliest tokens; 0 and -1 = all."),
@@ -100,13 +105,6 @@ _COMMON: Final[dict[str, Schema]] = {
     "repetition_penalty": _above_0("Divides the logits of tokens that were there; 1 = off."),
     "presence_penalty": _number(-2, 2, "Subtracted from the logits of tokens of the output."),
     "frequency_penalty": _number(-2, 2, "The same for each time that a token was there."),
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        "maxProperties": MAX_LOGIT_BIAS,
-        "description": "By token id what is added to its logit.",
-    },
     "bad_words": _list(
         {"anyOf": [{"type": "string", "minLength": 1}, {**_TOKENS, "minItems": 1}]},
         "Strings, or lists of token ids, that the output does not contain.",
@@ -125,6 +123,17 @@ _COMMON: Final[dict[str, Schema]] = {
     "seed": _integer(0, MAX_SEED, "A seed gives the same output again."),
     "skip_special_tokens": _switch("Whether the text leaves out special tokens."),
     "spaces_between_special_tokens": _switch("Whether there are spaces between special tokens."),
+}
+_COMMON: Final[Schemas] = {
+    **SAMPLING,
+    "model": _text("The name of the model; it may be left out."),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_LOGIT_BIAS,
+        "description": "By token id what is added to its logit.",
+    },
     "stream": _switch("Whether the output is sent while it grows, as server-sent events."),
     "stream_options": _object(
         "Only with stream.",
@@ -170,11 +179,20 @@ _COMMON: Final[dict[str, Schema]] = {
         name: _text(_NO_EFFECT, maxLength=MAX_TEXT)
         for name in ("prompt_cache_key", "safety_identifier", "user")
     },
-    **{name: _choice(values, _NO_EFFECT) for name, values in CHOICES.items()},
+    **{name: _choice(CHOICES[name], _NO_EFFECT) for name in NO_EFFECT if name in CHOICES},
 }
 
-_VARIABLES: Final = _object("Variables of the chat template.")
-COMPLETION_SCHEMAS: Final[dict[str, Schema]] = _COMMON | {
+
+def _those(fields: Schemas, *names: str) -> Schemas:
+    return {name: fields[name] for name in names}
+
+
+def _without(fields: Schemas, *names: str) -> Schemas:
+    return {name: schema for name, schema in fields.items() if name not in names}
+
+
+COMPLETION_FIELDS: Final[Schemas] = {
+    **_COMMON,
     "prompt": {
         "anyOf": [
             {"type": "string", "minLength": 1},
@@ -194,7 +212,8 @@ COMPLETION_SCHEMAS: Final[dict[str, Schema]] = _COMMON | {
     },
     "echo": _switch("Whether the prompt comes before the output; not with stream."),
 }
-CHAT_SCHEMAS: Final[dict[str, Schema]] = _COMMON | {
+CHAT_FIELDS: Final[Schemas] = {
+    **_COMMON,
     "messages": _messages(
         ROLES,
         "The conversation.",
@@ -205,7 +224,7 @@ CHAT_SCHEMAS: Final[dict[str, Schema]] = _COMMON | {
     "top_logprobs": _integer(0, MAX_LOGPROBS, "How many beside the token's own."),
     "add_generation_prompt": _switch("Whether the model begins a message."),
     "continue_final_message": _switch("Whether it continues the last one."),
-    "chat_template_kwargs": _VARIABLES,
+    "chat_template_kwargs": _object("Variables of the chat template."),
     "tools": _tools(["type", "function"], "Functions that the model may call."),
     "tool_choice": {
         "anyOf": [
@@ -216,8 +235,15 @@ CHAT_SCHEMAS: Final[dict[str, Schema]] = _COMMON | {
     },
     "parallel_tool_calls": _switch("false = one call; only if a call is required."),
     "reasoning_effort": _choice(EFFORTS, "How much the model thinks."),
+    "verbosity": _choice(CHOICES["verbosity"], _NO_EFFECT),
 }
-RESPONSE_SCHEMAS: Final[dict[str, Schema]] = CHAT_SCHEMAS | {
+# Of the APIs of one output, whose length has another name or is required.
+SINGLE_SAMPLING: Final[Schemas] = _without(SAMPLING, "n", "max_tokens")
+RESPONSE_FIELDS: Final[Schemas] = {
+    **SINGLE_SAMPLING,
+    **_those(CHAT_FIELDS, *NO_EFFECT, *GUIDED_FIELDS),
+    **_those(CHAT_FIELDS, "cache_salt", "model", "stream", "logit_bias", "speculative"),
+    **_those(CHAT_FIELDS, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
     "input": {
         "anyOf": [
             {"type": "string"},
@@ -232,7 +258,7 @@ RESPONSE_SCHEMAS: Final[dict[str, Schema]] = CHAT_SCHEMAS | {
         "The form of the output.",
         {
             "format": {"type": "object", "description": "As response_format of chats."},
-            "verbosity": _choice(CHOICES["verbosity"], _NO_EFFECT),
+            "verbosity": CHAT_FIELDS["verbosity"],
         },
     ),
     "reasoning": _object(
@@ -244,10 +270,10 @@ RESPONSE_SCHEMAS: Final[dict[str, Schema]] = CHAT_SCHEMAS | {
         },
     ),
 }
-MESSAGE_SCHEMAS: Final[dict[str, Schema]] = CHAT_SCHEMAS | {
+COUNT_FIELDS: Final[Schemas] = {
+    **_those(CHAT_FIELDS, "model", "chat_template_kwargs"),
     "messages": _messages(("user", "assistant"), "The conversation.", _CONTENT),
     "system": {**_CONTENT, "description": "Instructions."},
-    "stop_sequences": _list(_STOP, "Strings that end the output.", maxItems=MAX_STOP_STRINGS),
     "tools": _tools(["name", "input_schema"], "Tools that the model may call."),
     "tool_choice": {
         "type": "object",
@@ -278,14 +304,23 @@ MESSAGE_SCHEMAS: Final[dict[str, Schema]] = CHAT_SCHEMAS | {
             "effort": _choice(EFFORTS, "How much the model thinks."),
         },
     ),
+}
+MESSAGE_FIELDS: Final[Schemas] = {
+    **COUNT_FIELDS,
+    **_without(SINGLE_SAMPLING, "stop"),
+    **_those(CHAT_FIELDS, "max_tokens", "stream", "logit_bias", "speculative", "cache_salt"),
+    "stop_sequences": _list(_STOP, "Strings that end the output.", maxItems=MAX_STOP_STRINGS),
     "metadata": _object(_NO_EFFECT, {"user_id": {"type": "string"}}),
     "service_tier": _choice(("auto", "standard_only"), _NO_EFFECT),
 }
-TOKENIZE_SCHEMAS: Final[dict[str, Schema]] = CHAT_SCHEMAS | {
+TOKENIZE_FIELDS: Final[Schemas] = {
+    **_those(CHAT_FIELDS, "model", "messages", "add_generation_prompt", "continue_final_message"),
+    **_those(CHAT_FIELDS, "chat_template_kwargs", "tools"),
     "prompt": _text("The text; or else messages."),
     "add_special_tokens": _switch("Whether the tokenizer adds special tokens."),
     "return_token_strs": _switch("Whether the tokens are there as strings too."),
 }
-DETOKENIZE_SCHEMAS: Final[dict[str, Schema]] = _COMMON | {
+DETOKENIZE_FIELDS: Final[Schemas] = {
+    **_those(CHAT_FIELDS, "model"),
     "tokens": _list(_TOKEN, "The token ids."),
 }

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from paceline.checks import check_int, shorten
@@ -16,76 +16,20 @@ from paceline.prompts import check_cache_salt
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
+from paceline.server.field_schemas import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    MAX_MESSAGES,
+    ROLES,
+    SAMPLING,
+)
 from paceline.server.formats import FORMATS, Format, Parser
 from paceline.server.json_values import Quota
-from paceline.server.no_effect import NO_EFFECT, take_no_effect
-from paceline.server.structured import (
-    STRUCTURED_FIELDS,
-    calls_grammar,
-    in_format,
-    take_structured,
-)
+from paceline.server.no_effect import take_no_effect
+from paceline.server.structured import calls_grammar, in_format, take_structured
 from paceline.server.thinking import Thinking, with_effort
 from paceline.server.tools import check_tool_calls, check_tools, chosen_tools
 from paceline.structured_outputs import StructuredOutputsParams
-
-MAX_MESSAGES: Final = 4096
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-
-# The names of `SamplingParams` that mean the same here.
-SAMPLING: Final = (
-    "n",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "bad_words",
-    "allowed_token_ids",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "include_stop_str_in_output",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
-_COMMON: Final = (
-    *SAMPLING,
-    "cache_salt",
-    "model",
-    "stream",
-    "stream_options",
-    "logit_bias",
-    "logprobs",
-    "prompt_logprobs",
-    "return_token_ids",
-    "return_token_sources",
-    "return_tokens_as_token_ids",
-    "speculative",
-    "best_of",
-    *NO_EFFECT,
-    *STRUCTURED_FIELDS,
-)
-COMPLETION_FIELDS: Final = (*_COMMON, "prompt", "echo")
-CHAT_FIELDS: Final = (
-    *_COMMON,
-    "messages",
-    "max_completion_tokens",
-    "top_logprobs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "verbosity",
-)
 
 _BEAMS: Final = "there is no beam search; leave it out"
 _LEAVE: Final = "leave it out"
@@ -168,7 +112,7 @@ class CompletionCall:
 
 @dataclasses.dataclass(frozen=True)
 class ChatCall:
-    """A request to /v1/chat/completions.
+    """A request whose prompt is a conversation.
 
     Attributes:
         messages: The conversation.
@@ -176,12 +120,14 @@ class ChatCall:
         make_parser: Makes what divides the text of an output into content, reasoning and calls;
             None = it is content.
         wishes: All else.
+        shown: Fields that the response repeats.
     """
 
     messages: list[Any]
     template_arguments: dict[str, Any]
     make_parser: Callable[[], Parser] | None
     wishes: Wishes
+    shown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_completion(
@@ -251,12 +197,9 @@ def read_chat(
     take_no_effect(fields, ("verbosity",))
     tools, calls = take_tools(fields, text_format)
     arguments["tools"] = tools
-    default = with_structure(default, take_structured(fields), calls, text_format, tools=tools)
-    make_parser = None
-    if not arguments["continue_final_message"]:
-        make_parser, default = choose_parser(
-            fields, default, text_format, has_tools=tools is not None
-        )
+    make_parser, default = message_form(
+        fields, default, take_structured(fields), calls, text_format, arguments
+    )
     wants_logprobs = fields.take_bool("logprobs")
     num_logprobs = fields.take("top_logprobs")
     if num_logprobs is not None:
@@ -280,10 +223,10 @@ def read_chat(
         fields,
         default,
         (num_logprobs or 0) if wants_logprobs else None,
+        is_chat=True,
         max_tokens=most,
         prompt_logprobs=fields.take("prompt_logprobs"),
     )
-    wishes = dataclasses.replace(wishes, is_chat=True)
     fields.finish(CHAT_FIELDS, _REFUSED_IN_CHATS)
     return ChatCall(messages, arguments, make_parser, wishes)
 
@@ -370,54 +313,73 @@ def take_tools(
     return tools, None
 
 
-def with_structure(
+def message_form(
+    fields: Fields,
     default: SamplingParams,
-    params: StructuredOutputsParams | None,
+    structured: StructuredOutputsParams | None,
     calls: StructuredOutputsParams | None,
     text_format: Format | None,
-    *,
-    tools: list[Any] | None,
-) -> SamplingParams:
-    """Returns the parameters with what a message must look like.
+    arguments: Mapping[str, Any],
+) -> tuple[Callable[[], Parser] | None, SamplingParams]:
+    """Decides what a message must look like and how its text is divided.
 
     Args:
+        fields: The fields of the request.
         default: The parameters.
-        params: What the fields say.
+        structured: What the fields say of the output.
         calls: The grammar of required calls.
         text_format: How the model writes messages.
-        tools: Those that the model may call.
+        arguments: The `template_arguments` of `ChatCall`.
+
+    Returns:
+        The `make_parser` of `ChatCall`, and the parameters, with which the marks of the format are
+        in the text.
 
     Raises:
-        ApiError: The two contradict each other.
+        ApiError: The form of the output contradicts the tools.
     """
-    if params is not None and tools is not None:
+    has_tools = arguments["tools"] is not None
+    if structured is not None and has_tools:
         raise refusal(
             "the form of the output is given, and tools are, whose calls have another; allowed: "
             "one of them, or tool_choice 'none'",
             "tools",
         )
-    if params is not None:
-        calls = in_format(params, text_format)
-    return dataclasses.replace(default, structured_outputs=calls)
-
-
-def choose_parser(
-    fields: Fields, default: SamplingParams, text_format: Format | None, *, has_tools: bool
-) -> tuple[Callable[[], Parser] | None, SamplingParams]:
-    """Chooses how the text of a message is divided.
-
-    Returns:
-        The `make_parser` of `ChatCall`, and the default parameters, with which the marks of the
-        format are in the text.
-    """
+    if structured is not None:
+        calls = in_format(structured, text_format)
+    default = dataclasses.replace(default, structured_outputs=calls)
     # A client that asks for special tokens gets the output undivided.
     wants_marks = fields.peek("skip_special_tokens") is False
-    if text_format is None or not (has_tools or (text_format.is_always_read and not wants_marks)):
+    is_continued = arguments.get("continue_final_message", False)
+    if text_format is None or is_continued:
+        return None, default
+    if not (has_tools or (text_format.is_always_read and not wants_marks)):
         return None, default
     if text_format.is_always_read:
         fields.take("skip_special_tokens")
         default = dataclasses.replace(default, skip_special_tokens=False)
     return text_format.make, default
+
+
+def single_wishes(
+    fields: Fields, default: SamplingParams, names: Collection[str], **given: Any
+) -> Wishes:
+    """Takes what the APIs of one output have in common.
+
+    Args:
+        fields: The fields of the request.
+        default: What holds for parameters that are not given.
+        names: The sampling parameters of the route.
+        **given: Those that the caller has taken.
+    """
+    params = dataclasses.replace(
+        default,
+        num_speculative_tokens=take_speculative(fields),
+        **fields.take_sampling(names),
+        **given,
+    )
+    salt = take_salt(fields)
+    return Wishes(params, fields.take_bool("stream"), True, False, False, False, cache_salt=salt)
 
 
 def _wishes(
@@ -426,6 +388,7 @@ def _wishes(
     num_logprobs: int | None,
     *,
     echoes: bool = False,
+    is_chat: bool = False,
     **given: Any,
 ) -> Wishes:
     """Takes the sampling parameters and what is common to all routes.
@@ -474,6 +437,7 @@ def _wishes(
         has_continuous_usage=has_continuous_usage,
         returns_token_ids=fields.take_bool("return_token_ids"),
         shows_ids=fields.take_bool("return_tokens_as_token_ids"),
+        is_chat=is_chat,
     )
 
 

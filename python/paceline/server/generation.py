@@ -6,80 +6,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.outputs import RequestError, RequestOutput, StreamChunk
+from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.connection import END, event, to_json_in_pieces
 from paceline.server.errors import as_api_error
-from paceline.server.metrics import RequestFigures
+from paceline.server.runs import Run, RunContext
 from paceline.server.shapes import Shape, metrics_of, prompt_logprobs_of, usage, usage_of
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
-    from paceline.server.traces import RequestSpan
 
 # Entries of a response that the event loop makes itself, in some milliseconds.
 _MAX_SHORT_RESPONSE: Final = 2048
 
 
-class Generation:
-    """The prompts of one request and their outputs."""
+class Generation(Run):
+    """The prompts of a completion or a chat, and their outputs."""
 
-    def __init__(
-        self,
-        streams: Sequence[ChunkStream],
-        model: str,
-        shape: Shape,
-        figures: RequestFigures,
-        write: Callable[[Callable[[], bytes]], Awaitable[bytes]],
-        request_id: str,
-        span: RequestSpan | None = None,
-        *,
-        shows_cached_tokens: bool = True,
-    ) -> None:
+    def __init__(self, streams: Sequence[ChunkStream], shape: Shape, context: RunContext) -> None:
         """Starts nothing.
 
         Args:
-            streams: For each prompt its output.
-            model: The name of the model in responses.
+            streams: See `Run`.
             shape: The JSON of the route.
-            figures: Counts the outputs.
-            write: Makes a call beside the event loop.
-            request_id: The end of the response's id.
-            span: The request's span; None = it has none.
-            shows_cached_tokens: See `Service`.
+            context: See `Run`.
         """
-        self._shows_cached_tokens = shows_cached_tokens
-        self._span = span
-        self._figures = figures
-        self._write = write
-        self._clocks = [figures.clock() for _ in streams]
+        super().__init__(streams, context)
         self._shape = shape
         self._wishes = shape.wishes
-        self._streams = streams
-        self._outputs: list[RequestOutput | None] = [None] * len(streams)
-        self._id = shape.id_prefix + request_id
-        self._model = model
         self._created = int(time.time())
 
-    async def start(self) -> None:
-        """Queues all prompts; errors in them are raised here."""
-        # One after another, so that requests without a seed get their seeds in order.
-        for stream in self._streams:
-            await stream.start()
-
-    async def close(self) -> None:
-        """Ends what still runs."""
-        for stream in self._streams:
-            await stream.aclose()
-
     async def whole(self) -> dict[str, Any] | bytes:
-        """Waits for all outputs and returns the response, or its JSON if it is long.
-
-        Raises:
-            RequestError: The engine failed to complete a prompt.
-        """
+        """See `Run`."""
         params = self._wishes.params
         has_offsets = params.logprobs is not None or params.return_token_sources
         offsets: dict[tuple[int, int], list[int]] = {}
@@ -87,11 +47,11 @@ class Generation:
             async for index, chunk in chunks:
                 if has_offsets:
                     offsets.setdefault((index, chunk.sample), []).extend(chunk.text_offsets)
-                self._note(index, chunk)
+                self.note(index, chunk)
         outputs = [output for output in self._outputs if output is not None]
         if self._num_entries(outputs) <= _MAX_SHORT_RESPONSE:
             return self._response(outputs, offsets)
-        return await self._write(lambda: to_json_in_pieces(self._response(outputs, offsets)))
+        return await self.context.write(lambda: to_json_in_pieces(self._response(outputs, offsets)))
 
     def _num_entries(self, outputs: Sequence[RequestOutput]) -> int:
         """How many tokens the response describes, each with its best ones."""
@@ -117,7 +77,7 @@ class Generation:
                 choices.append({"index": self._choice_index(index, one.index)} | choice)
         response = self._head(self._shape.name) | {
             "choices": choices,
-            "usage": usage_of(outputs, shows_cached=self._shows_cached_tokens),
+            "usage": usage_of(outputs, shows_cached=self.context.shows_cached_tokens),
             "metrics": metrics_of(outputs),
         }
         if self._wishes.returns_token_ids and len(outputs) == 1:
@@ -136,8 +96,7 @@ class Generation:
                 async for piece in self._pieces(chunks):
                     yield event(piece)
         except Exception as error:
-            if self._span is not None:
-                self._span.note_error(error)
+            self.note_error(error)
             yield event(as_api_error(error).body())
         yield END
 
@@ -150,7 +109,7 @@ class Generation:
         num_output = 0
         begun: set[int] = set()
         async for index, chunk in chunks:
-            self._note(index, chunk)
+            self.note(index, chunk)
             num_output += len(chunk.token_ids)
             number = self._choice_index(index, chunk.sample)
             prompt_token_ids = self._streams[index].prompt_token_ids
@@ -168,26 +127,20 @@ class Generation:
             outputs = [output for output in self._outputs if output is not None]
             yield head | {
                 "choices": [],
-                "usage": usage_of(outputs, shows_cached=self._shows_cached_tokens),
+                "usage": usage_of(outputs, shows_cached=self.context.shows_cached_tokens),
                 "metrics": metrics_of(outputs),
             }
-
-    def _note(self, index: int, chunk: StreamChunk) -> None:
-        """Keeps the output of a prompt; raises its error."""
-        self._clocks[index].note(chunk)
-        if chunk.output is not None:
-            self._figures.count(chunk.output)
-            if self._span is not None:
-                self._span.note_output(chunk.output)
-            self._outputs[index] = chunk.output
-            if chunk.output.error is not None:
-                raise RequestError(chunk.output.error, [chunk.output])
 
     def _choice_index(self, prompt: int, sample: int) -> int:
         return prompt * self._wishes.params.n + sample
 
     def _head(self, name: str) -> dict[str, Any]:
-        return {"id": self._id, "object": name, "created": self._created, "model": self._model}
+        return {
+            "id": self._shape.id_prefix + self.context.request_id,
+            "object": name,
+            "created": self._created,
+            "model": self.context.model,
+        }
 
 
 async def _merged(

@@ -5,54 +5,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from paceline.checks import check_int, check_text, shorten
 from paceline.limits import MAX_INT
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
+from paceline.server.field_schemas import COUNT_FIELDS, MESSAGE_FIELDS, SINGLE_SAMPLING
 from paceline.server.fields import (
     REFUSED,
-    SAMPLING,
     ChatCall,
-    Wishes,
     check_conversation,
-    choose_parser,
-    take_salt,
-    take_speculative,
+    message_form,
+    single_wishes,
     take_tools,
-    with_structure,
 )
-from paceline.server.formats import Format, Parser
+from paceline.server.formats import Format
 from paceline.server.structured import params_of_format
 from paceline.server.thinking import Thinking, with_effort, with_switch
 from paceline.structured_outputs import StructuredOutputsParams
 
-# The others have other names, or no meaning for a message.
-_SAMPLING: Final = tuple(name for name in SAMPLING if name not in ("n", "max_tokens", "stop"))
-COUNT_FIELDS: Final = (
-    "model",
-    "messages",
-    "system",
-    "tools",
-    "tool_choice",
-    "thinking",
-    "output_config",
-    "chat_template_kwargs",
-)
-MESSAGE_FIELDS: Final = (
-    *COUNT_FIELDS,
-    *_SAMPLING,
-    "max_tokens",
-    "stop_sequences",
-    "stream",
-    "metadata",
-    "service_tier",
-    "logit_bias",
-    "speculative",
-    "cache_salt",
-)
+_SAMPLING: Final = tuple(name for name in SINGLE_SAMPLING if name != "stop")
 _STORES: Final = "the server stores nothing; send the whole conversation"
 _REFUSED: Final = REFUSED | {
     "container": ("the server runs no tools; leave it out", ()),
@@ -76,19 +50,13 @@ _REFUSED_IN_COUNTS: Final = _REFUSED | {
 _TIERS: Final = ("auto", "standard_only")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     """The prompt of a request, and the form of its output."""
 
     messages: list[Any]
     arguments: dict[str, Any]
     structured: StructuredOutputsParams | None
     calls: StructuredOutputsParams | None
-
-    @property
-    def tools(self) -> list[Any] | None:
-        found: list[Any] | None = self.arguments["tools"]
-        return found
 
 
 def read_message(
@@ -105,22 +73,12 @@ def read_message(
     if most is None:
         raise refusal("max_tokens is missing; allowed: an integer of at least 1", "max_tokens")
     default = dataclasses.replace(default, max_tokens=check_int("max_tokens", most, 1, MAX_INT))
-    default = with_structure(
-        default, prompt.structured, prompt.calls, text_format, tools=prompt.tools
+    make_parser, default = message_form(
+        fields, default, prompt.structured, prompt.calls, text_format, prompt.arguments
     )
-    make_parser: Callable[[], Parser] | None = None
-    if not prompt.arguments["continue_final_message"]:
-        make_parser, default = choose_parser(
-            fields, default, text_format, has_tools=prompt.tools is not None
-        )
-    parameters = fields.take_sampling(_SAMPLING) | {"stop": _take_stops(fields)}
-    params = dataclasses.replace(
-        default, num_speculative_tokens=take_speculative(fields), **parameters
-    )
+    stops = _take_stops(fields)
+    wishes = single_wishes(fields, default, _SAMPLING, stop=stops)
     _take_no_effect(fields)
-    wishes = Wishes(
-        params, fields.take_bool("stream"), True, False, False, False, cache_salt=take_salt(fields)
-    )
     fields.finish(MESSAGE_FIELDS, _REFUSED)
     return ChatCall(prompt.messages, prompt.arguments, make_parser, wishes)
 

@@ -9,17 +9,15 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from paceline.outputs import CompletionOutput
-from paceline.server.connection import to_json
+from paceline.server.connection import named_event
 from paceline.server.errors import as_api_error
 from paceline.server.fields import ChatCall
 from paceline.server.formats import Part
-from paceline.server.metrics import RequestFigures
+from paceline.server.runs import RunContext, SingleRun
 from paceline.server.shapes import metrics_of
-from paceline.server.single_run import SingleRun
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
-    from paceline.server.traces import RequestSpan
 
 Event = dict[str, Any]
 
@@ -27,41 +25,19 @@ Event = dict[str, Any]
 class MessageRun(SingleRun):
     """A request to /v1/messages while it runs."""
 
-    def __init__(
-        self,
-        stream: ChunkStream,
-        call: ChatCall,
-        model: str,
-        figures: RequestFigures,
-        request_id: str,
-        span: RequestSpan | None = None,
-        *,
-        shows_cached_tokens: bool = True,
-    ) -> None:
-        """Starts nothing.
-
-        Args:
-            stream: The output.
-            call: The request.
-            model: The name of the model in the message.
-            figures: Counts the output.
-            request_id: The end of the message's id.
-            span: The request's span; None = it has none.
-            shows_cached_tokens: See `Service`.
-        """
-        super().__init__(stream, call, figures, span)
-        self._shows_cached_tokens = shows_cached_tokens
+    def __init__(self, stream: ChunkStream, call: ChatCall, context: RunContext) -> None:
+        """Starts nothing; see `SingleRun`."""
+        super().__init__(stream, call, context)
         self._blocks = Blocks()
-        self._request_id = request_id
         self._head: dict[str, Any] = {
-            "id": f"msg_{request_id}",
+            "id": f"msg_{context.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": context.model,
         }
 
     async def whole(self) -> dict[str, Any]:
-        """See `SingleRun`."""
+        """See `Run`."""
         async for parts in self.parts():
             self._blocks.take(parts)
         self._blocks.end()
@@ -75,27 +51,27 @@ class MessageRun(SingleRun):
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """See `SingleRun`."""
+        """See `Run`."""
         begun = self._head | {
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {"input_tokens": self.num_prompt_tokens, "output_tokens": 0},
         }
-        yield _sent({"type": "message_start", "message": begun})
-        yield _sent({"type": "ping"})
+        yield named_event({"type": "message_start", "message": begun})
+        yield named_event({"type": "ping"})
         try:
             async for parts in self.parts():
                 for event in self._blocks.take(parts):
-                    yield _sent(event)
+                    yield named_event(event)
         except Exception as error:
             self.note_error(error)
-            yield _sent(as_api_error(error).message_body(self._request_id))
+            yield named_event(as_api_error(error).message_body(self.context.request_id))
             return
         for event in self._blocks.end():
-            yield _sent(event)
+            yield named_event(event)
         output, one = self.output
-        yield _sent(
+        yield named_event(
             {
                 "type": "message_delta",
                 "delta": self._stop(one),
@@ -103,7 +79,7 @@ class MessageRun(SingleRun):
                 "metrics": metrics_of([output]),
             }
         )
-        yield _sent({"type": "message_stop"})
+        yield named_event({"type": "message_stop"})
 
     def _stop(self, one: CompletionOutput) -> dict[str, Any]:
         """Says why the output has ended."""
@@ -121,7 +97,7 @@ class MessageRun(SingleRun):
         """Makes the usage, whose input tokens are those that the prefix cache did not have."""
         output, one = self.output
         num_prompt, num_cached = len(output.prompt_token_ids), 0
-        if self._shows_cached_tokens:
+        if self.context.shows_cached_tokens:
             num_cached = output.num_cached_tokens
         return {
             "input_tokens": num_prompt - num_cached,
@@ -129,10 +105,6 @@ class MessageRun(SingleRun):
             "cache_read_input_tokens": num_cached,
             "output_tokens": len(one.token_ids),
         }
-
-
-def _sent(event: Event) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode() + to_json(event) + b"\n\n"
 
 
 class Blocks:

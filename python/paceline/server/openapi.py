@@ -7,24 +7,22 @@ FastAPI would describe routes that it parses itself, and its page loads scripts 
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import paceline
-from paceline.server import tokens
 from paceline.server.field_schemas import (
-    CHAT_SCHEMAS,
-    COMPLETION_SCHEMAS,
-    DETOKENIZE_SCHEMAS,
-    MESSAGE_SCHEMAS,
-    RESPONSE_SCHEMAS,
-    TOKENIZE_SCHEMAS,
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    COUNT_FIELDS,
+    DETOKENIZE_FIELDS,
+    MESSAGE_FIELDS,
+    RESPONSE_FIELDS,
+    TOKENIZE_FIELDS,
     Schema,
+    Schemas,
 )
-from paceline.server.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from paceline.server.live_page import policy_headers
-from paceline.server.message_fields import COUNT_FIELDS, MESSAGE_FIELDS
-from paceline.server.response_fields import RESPONSE_FIELDS
 
 # They take values of what is refused that are the same as leaving the field out.
 _OTHERS: Final = (
@@ -37,8 +35,7 @@ class _Body(NamedTuple):
     """The body of a route."""
 
     name: str
-    fields: Collection[str]
-    schemas: Mapping[str, Schema]
+    fields: Schemas
     required: tuple[str, ...] = ()
     streams: bool = True
 
@@ -46,31 +43,31 @@ class _Body(NamedTuple):
 _BODIES: Final[dict[str, tuple[str, _Body]]] = {
     "/v1/completions": (
         "Continues one prompt or several.",
-        _Body("Completion", COMPLETION_FIELDS, COMPLETION_SCHEMAS, ("prompt",)),
+        _Body("Completion", COMPLETION_FIELDS, ("prompt",)),
     ),
     "/v1/chat/completions": (
         "Writes the next message of a conversation.",
-        _Body("Chat", CHAT_FIELDS, CHAT_SCHEMAS, ("messages",)),
+        _Body("Chat", CHAT_FIELDS, ("messages",)),
     ),
     "/v1/responses": (
         "The same as a list of items, in the form of OpenAI's newer API.",
-        _Body("Response", RESPONSE_FIELDS, RESPONSE_SCHEMAS, ("input",)),
+        _Body("Response", RESPONSE_FIELDS, ("input",)),
     ),
     "/v1/messages": (
         "The same in the form of Anthropic's API.",
-        _Body("Message", MESSAGE_FIELDS, MESSAGE_SCHEMAS, ("messages", "max_tokens")),
+        _Body("Message", MESSAGE_FIELDS, ("messages", "max_tokens")),
     ),
     "/v1/messages/count_tokens": (
         "Counts the tokens of a prompt of /v1/messages.",
-        _Body("MessageCount", COUNT_FIELDS, MESSAGE_SCHEMAS, ("messages",), streams=False),
+        _Body("MessageCount", COUNT_FIELDS, ("messages",), streams=False),
     ),
     "/tokenize": (
         "Converts a prompt, or messages, to token ids.",
-        _Body("Tokenize", tokens.TOKENIZE_FIELDS, TOKENIZE_SCHEMAS, streams=False),
+        _Body("Tokenize", TOKENIZE_FIELDS, streams=False),
     ),
     "/detokenize": (
         "Converts token ids to text.",
-        _Body("Detokenize", tokens.DETOKENIZE_FIELDS, DETOKENIZE_SCHEMAS, ("tokens",), False),
+        _Body("Detokenize", DETOKENIZE_FIELDS, ("tokens",), False),
     ),
 }
 _FACTS: Final[dict[str, tuple[str, str]]] = {
@@ -153,8 +150,7 @@ def document() -> dict[str, Any]:
 def _schema(body: _Body) -> Schema:
     """The schema of a body: a field that is null counts as absent."""
     properties = {}
-    for name in sorted(body.fields):
-        schema = body.schemas[name]
+    for name, schema in sorted(body.fields.items()):
         if name not in body.required:
             text = schema.get("description", "")
             bare = {key: value for key, value in schema.items() if key != "description"}

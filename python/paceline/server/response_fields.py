@@ -12,46 +12,20 @@ from paceline.limits import MAX_INT
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, inside
 from paceline.server.errors import refusal
+from paceline.server.field_schemas import RESPONSE_FIELDS, ROLES, SINGLE_SAMPLING
 from paceline.server.fields import (
     REFUSED,
-    ROLES,
-    SAMPLING,
     ChatCall,
-    Wishes,
     check_conversation,
-    choose_parser,
-    take_salt,
-    take_speculative,
+    message_form,
+    single_wishes,
     take_tools,
-    with_structure,
 )
 from paceline.server.formats import Format
-from paceline.server.no_effect import NO_EFFECT, take_no_effect
-from paceline.server.structured import STRUCTURED_FIELDS, params_of_format, take_structured
+from paceline.server.no_effect import take_no_effect
+from paceline.server.structured import GUIDED_FIELDS, params_of_format, take_structured
 from paceline.server.thinking import Thinking, with_effort
 
-# Outputs of a response have one choice, and its length another name.
-_SAMPLING: Final = tuple(name for name in SAMPLING if name not in ("n", "max_tokens"))
-_STRUCTURED: Final = tuple(name for name in STRUCTURED_FIELDS if name != "response_format")
-RESPONSE_FIELDS: Final = (
-    *_SAMPLING,
-    "cache_salt",
-    "model",
-    "input",
-    "instructions",
-    "max_output_tokens",
-    "stream",
-    "logit_bias",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "reasoning",
-    "speculative",
-    "text",
-    *NO_EFFECT,
-    *_STRUCTURED,
-)
 _STORES: Final = "the server stores nothing; send the whole conversation in input"
 _REFUSED: Final = REFUSED | {
     "background": ("a response is made while its client waits", (False,)),
@@ -72,26 +46,13 @@ _REFUSED: Final = REFUSED | {
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 
-@dataclasses.dataclass(frozen=True)
-class ResponseCall:
-    """A request to /v1/responses.
-
-    Attributes:
-        chat: The conversation, its tools and the sampling parameters.
-        shown: Fields that the response repeats.
-    """
-
-    chat: ChatCall
-    shown: dict[str, Any]
-
-
 def read_response(
     given: dict[str, Any],
     default: SamplingParams,
     check_model: Callable[[str | None], None],
     text_format: Format | None,
     thinking: Thinking,
-) -> ResponseCall:
+) -> ChatCall:
     """Reads the body of a request to /v1/responses; see `fields.read_chat`."""
     fields = Fields(given)
     check_model(fields.take_text("model"))
@@ -103,7 +64,7 @@ def read_response(
     fields.replace("tools", _chat_tools(shown_tools))
     shown_choice = fields.peek("tool_choice") or "auto"
     tools, calls = take_tools(fields, text_format)
-    structured = take_structured(fields, _STRUCTURED)
+    structured = take_structured(fields, GUIDED_FIELDS)
     text = Fields(fields.take_object("text") or {})
     output_format = text.take("format")
     with inside("text"):
@@ -116,42 +77,32 @@ def read_response(
         raise refusal(
             "text.format is given, and another form of the output is; allowed: one of them", "text"
         )
-    default = with_structure(default, structured, calls, text_format, tools=tools)
     arguments = {
         "chat_template_kwargs": with_effort(
             fields.take_object("chat_template_kwargs"), effort, thinking, "reasoning.effort"
         ),
         "tools": tools,
     }
-    make_parser, default = choose_parser(fields, default, text_format, has_tools=tools is not None)
+    make_parser, default = message_form(fields, default, structured, calls, text_format, arguments)
     most = fields.take("max_output_tokens")
     if most is not None:
         most = check_int("max_output_tokens", most, 1, MAX_INT)
         default = dataclasses.replace(default, max_tokens=most)
-    params = dataclasses.replace(
-        default,
-        num_speculative_tokens=take_speculative(fields),
-        **fields.take_sampling(_SAMPLING),
-    )
+    wishes = single_wishes(fields, default, SINGLE_SAMPLING)
     passive = take_no_effect(fields)
     shown = {
         "instructions": instructions,
         "max_output_tokens": most,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        "temperature": wishes.params.temperature,
+        "top_p": wishes.params.top_p,
         "tools": shown_tools,
         "tool_choice": shown_choice,
         "metadata": passive.get("metadata", {}),
         "user": passive.get("user"),
         "reasoning": {"effort": effort, "summary": None},
     }
-    wishes = Wishes(
-        params, fields.take_bool("stream"), True, False, False, False, cache_salt=take_salt(fields)
-    )
     fields.finish(RESPONSE_FIELDS, _REFUSED)
-    return ResponseCall(
-        ChatCall(check_conversation(messages, "input"), arguments, make_parser, wishes), shown
-    )
+    return ChatCall(check_conversation(messages, "input"), arguments, make_parser, wishes, shown)
 
 
 def _take_effort(fields: Fields) -> Any:

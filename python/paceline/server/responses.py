@@ -9,17 +9,15 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
 
-from paceline.server.connection import to_json
+from paceline.server.connection import named_event
 from paceline.server.errors import as_api_error
+from paceline.server.fields import ChatCall
 from paceline.server.formats import Part
-from paceline.server.metrics import RequestFigures
-from paceline.server.response_fields import ResponseCall
+from paceline.server.runs import RunContext, SingleRun
 from paceline.server.shapes import metrics_of
-from paceline.server.single_run import SingleRun
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
-    from paceline.server.traces import RequestSpan
 
 Event = dict[str, Any]
 
@@ -27,36 +25,15 @@ Event = dict[str, Any]
 class ResponseRun(SingleRun):
     """A request to /v1/responses while it runs."""
 
-    def __init__(
-        self,
-        stream: ChunkStream,
-        call: ResponseCall,
-        model: str,
-        figures: RequestFigures,
-        request_id: str,
-        span: RequestSpan | None = None,
-        *,
-        shows_cached_tokens: bool = True,
-    ) -> None:
-        """Starts nothing.
-
-        Args:
-            stream: The output.
-            call: The request.
-            model: The name of the model in the response.
-            figures: Counts the output.
-            request_id: The end of the response's id.
-            span: The request's span; None = it has none.
-            shows_cached_tokens: See `Service`.
-        """
-        super().__init__(stream, call.chat, figures, span)
-        self._shows_cached_tokens = shows_cached_tokens
+    def __init__(self, stream: ChunkStream, call: ChatCall, context: RunContext) -> None:
+        """Starts nothing; see `SingleRun`."""
+        super().__init__(stream, call, context)
         self._items = Items()
         self._head: dict[str, Any] = {
-            "id": f"resp_{request_id}",
+            "id": f"resp_{context.request_id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": context.model,
             "background": False,
             "parallel_tool_calls": True,
             "previous_response_id": None,
@@ -68,26 +45,18 @@ class ResponseRun(SingleRun):
         }
 
     async def whole(self) -> dict[str, Any]:
-        """Waits for the output and returns the response.
-
-        Raises:
-            RequestError: The engine failed to complete the request.
-        """
+        """See `Run`."""
         async for parts in self.parts():
             self._items.take(parts)
         self._items.end()
         return self._response()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the response as server-sent events. A failure is the last one."""
+        """See `Run`."""
         number = 0
         async with contextlib.aclosing(self._events()) as events:
             async for event in events:
-                yield (
-                    f"event: {event['type']}\ndata: ".encode()
-                    + to_json(event | {"sequence_number": number})
-                    + b"\n\n"
-                )
+                yield named_event(event | {"sequence_number": number})
                 number += 1
 
     async def _events(self) -> Any:
@@ -121,7 +90,7 @@ class ResponseRun(SingleRun):
             "output_tokens": num_output,
             "total_tokens": num_input + num_output,
         }
-        if self._shows_cached_tokens:
+        if self.context.shows_cached_tokens:
             usage["input_tokens_details"] = {"cached_tokens": output.num_cached_tokens}
         return self._head | {
             "status": "incomplete" if is_cut else "completed",

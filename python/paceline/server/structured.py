@@ -20,7 +20,9 @@ _GUIDED: Final = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-STRUCTURED_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
+#: Those of /v1/responses, which has its own in place of response_format.
+GUIDED_FIELDS: Final = ("structured_outputs", *_GUIDED)
+STRUCTURED_FIELDS: Final = ("response_format", *GUIDED_FIELDS)
 
 # The reasoning of GPT-OSS, which may come before its final message or its call.
 _ANALYSIS: Final = (

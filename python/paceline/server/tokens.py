@@ -10,6 +10,7 @@ from paceline.checks import check_text, shorten
 from paceline.prompts import check_prompt_chars
 from paceline.server.bodies import Fields
 from paceline.server.errors import TOO_LONG, ApiError, refusal
+from paceline.server.field_schemas import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from paceline.server.fields import take_conversation
 from paceline.server.message_fields import read_counted
 from paceline.server.tools import check_tools
@@ -18,18 +19,6 @@ from paceline.token_bound import min_num_tokens
 if TYPE_CHECKING:
     from paceline.server.service import Service
 
-TOKENIZE_FIELDS: Final = (
-    "model",
-    "prompt",
-    "messages",
-    "add_special_tokens",
-    "return_token_strs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "tools",
-)
-DETOKENIZE_FIELDS: Final = ("model", "tokens")
 _REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "chat_template": ("the server's --chat-template or the checkpoint's own is used", ()),
 }
