@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.runs import RequestTimes, Run
+from paceline.bench.runs import RequestTimes
 from paceline.bench.serving import draft_metrics, serving_metrics
-
-
-def run_of(*requests: RequestTimes, duration_s: float) -> Run:
-    return Run(duration_s, requests, 0.0, 0.0, 0.0, 0.0, {}, {})
 
 
 def test_statistics_of_three_requests() -> None:
     metrics = serving_metrics(
-        run_of(
+        [
             # Tokens at 0.5, 0.75 (two) and 1.25 s (three): TPOT 0.75 / 5.
             RequestTimes(10, 0.0, [0.5, 0.75, 1.25], [1, 2, 3], 1.25),
             # Sent at 0.25 s: TTFT 0.75, TPOT 1.0 / 4. Its last event has no token.
             RequestTimes(20, 0.25, [1.0, 1.5], [1, 4], 2.0),
             # One token: no ITL and no TPOT.
             RequestTimes(30, 1.0, [1.25], [1], 1.25),
-            duration_s=2.0,
-        )
+        ],
+        duration_s=2.0,
     )
     p99 = {
         # Linear between the last two of n sorted values, at position 0.99 (n - 1).
@@ -61,7 +57,7 @@ def test_statistics_of_three_requests() -> None:
 
 
 def test_statistics_without_later_tokens() -> None:
-    metrics = serving_metrics(run_of(RequestTimes(3, 0.0, [0.5], [1], 0.5), duration_s=0.5))
+    metrics = serving_metrics([RequestTimes(3, 0.0, [0.5], [1], 0.5)], duration_s=0.5)
     assert metrics["mean_tpot_ms"] == metrics["p99_itl_ms"] == metrics["std_ttft_ms"] == 0
     assert metrics["p99_e2el_ms"] == 500
 

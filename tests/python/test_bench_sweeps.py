@@ -17,13 +17,13 @@ from paceline import _core, cli
 from paceline.bench import floor, gpu_state, latency_command, models
 from paceline.bench.costs import matrix_costs
 from paceline.bench.drafting import speculations
+from paceline.bench.latency_options import parse_latency_options
+from paceline.bench.latency_report import Setup, with_cells
 from paceline.bench.lengths import at_lengths
-from paceline.bench.options import parse_latency_options
 from paceline.bench.pairs import report as pairs_report
 from paceline.bench.pairs.known import Pair
 from paceline.bench.pairs.report import PairRow
-from paceline.bench.report import Setup
-from paceline.bench.tables import gpu_cells
+from paceline.bench.report import GrowingTable, gpu_cells
 from paceline.bench.workload import Speculation, Workload
 from paceline.loader import decoder_config
 from paceline.speculative_config import SpeculativeConfig
@@ -266,10 +266,10 @@ def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "sm_clock_mhz": 1980, "min_sm_clock_mhz": 1980, "memory_clock_mhz": 3201,
         "power_w": 610.0, "temperature_c": None, "is_throttled": True, "num_samples": 2,
     }  # fmt: skip
-    assert gpu_cells(state.as_dict()) == ["1980!", "610"]
+    assert gpu_cells(state.as_dict()) == {"clock": "1980!", "power": "610"}
     first = gpu_state.gpu_state(samples[:1])
     assert first is not None and first.is_throttled is False  # idle is no reason
-    assert gpu_cells(None) == ["-", "-"] and gpu_state.gpu_state([]) is None
+    assert gpu_cells(None) == {"clock": "-", "power": "-"} and gpu_state.gpu_state([]) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a-b")
     gpu_state.GpuSampler("cuda")
     assert nvml.chosen == [3, b"GPU-a-b"]
@@ -287,21 +287,21 @@ def test_without_a_gpu_there_is_no_state(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sampler.take() == []
 
 
-def test_rows_of_a_gpu_have_its_clock_and_power(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_gpu_have_its_clock_and_power() -> None:
     model = models.load("gemma3-10m", dummy=True, show_progress=False)
     work = Workload(1, 4, 8, {"temperature": 0})
     [row] = latency_command.measure(model, None, None, [work], rounds=1)
-    on_gpu = Setup(model, None, [], "cuda", 0.0, 0.0)
-    latency_command.print_row(on_gpu, "plain", row, 13)
-    latency_command.print_row(Setup(model, None, [], "cpu", 0.0, 0.0), "plain", row, 13)
-    gpu, cpu = (line.split() for line in capsys.readouterr().out.splitlines())
+    shown = with_cells({"configuration": "plain", **row.as_dict()})
+    gpu, cpu = (
+        GrowingTable(Setup(model, None, [], device, 0.0, 0.0).columns, 13).row(shown).split()
+        for device in ("cuda", "cpu")
+    )
     assert gpu == [*cpu, "-", "-"]
     # The table of pairs has them, too.
     pair_row = PairRow(Pair("p", "t", "d"), SpeculativeConfig.parse(DRAFTING), None, row)
-    for device in ("cuda", "cpu"):
-        pairs_report.print_head(device, 13)
-        pairs_report.print_row(device, pair_row.as_dict(), 13)
-    _, names, units, gpu_row, _, _, _, cpu_row = capsys.readouterr().out.splitlines()
+    shown = pairs_report.with_cells(pair_row.as_dict())
+    on_gpu, on_cpu = (pairs_report.table_of(device, 13) for device in ("cuda", "cpu"))
+    names, units = on_gpu.heading()
     assert names.endswith("clock power") and units.endswith("MHz     W")
-    assert gpu_row == cpu_row + "     -     -"
+    assert on_gpu.row(shown) == on_cpu.row(shown) + "     -     -"
     assert "clock, power" in pairs_report.legend("cuda", []) != pairs_report.legend("cpu", [])

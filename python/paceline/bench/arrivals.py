@@ -20,9 +20,9 @@ from typing import Any, Final
 from paceline.bench.gpu_state import GpuSampler, gpu_state
 from paceline.bench.latency import make_executor
 from paceline.bench.models import BenchModel
+from paceline.bench.report import GPU_COLUMNS, Column, table
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once
 from paceline.bench.serving import draft_metrics, serving_metrics
-from paceline.bench.tables import gpu_cells, table
 from paceline.bench.workload import Speculation, Workload
 from paceline.checks import check_int, shorten
 from paceline.limits import MAX_INT
@@ -30,6 +30,19 @@ from paceline.limits import MAX_INT
 #: Requests of a run.
 DEFAULT_NUM_PROMPTS: Final = 100
 
+_COLUMNS: Final = (
+    Column("configuration", "{configuration}"),
+    Column("sequences", "{workload[concurrency]}"),
+    Column("prompt", "{workload[input_len]:,}"),
+    Column("arrive/s", "{request_rate:.2f}{share}"),
+    Column("done/s", "{request_throughput:.2f}"),
+    Column("tokens/s", "{output_throughput:.1f}"),
+    Column("1st token ms", "{median_ttft_ms:.1f}"),
+    Column("p99", "{p99_ttft_ms:.1f}"),
+    Column("ITL ms", "{median_itl_ms:.2f}"),
+    Column("p99", "{p99_itl_ms:.2f}"),
+    Column("p99/median", "{itl_p99_over_median:.1f}"),
+)
 ARRIVALS_LEGEND: Final = """\
 sequences: at most so many run at the same time. arrive, done: requests a second that arrive and
 that end. 1st token: from sending a request to its first token. ITL: time between the iterations
@@ -201,7 +214,7 @@ def measure_arrivals(
 
 def _figures(run: Run, *, has_drafts: bool) -> dict[str, Any]:
     """The figures of a run, under the keys of vLLM's result files."""
-    figures: dict[str, Any] = dict(serving_metrics(run))
+    figures: dict[str, Any] = dict(serving_metrics(run.requests, run.duration_s))
     median = figures["median_itl_ms"]
     figures["itl_p99_over_median"] = figures["p99_itl_ms"] / median if median > 0 else None
     if has_drafts:
@@ -222,23 +235,8 @@ def _medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def arrival_lines(rows: Sequence[Mapping[str, Any]], *, has_gpu: bool) -> list[str]:
     """The table of rows, as lines."""
-    head = [
-        "configuration", "sequences", "prompt", "arrive/s", "done/s", "tokens/s",
-        "1st token ms", "p99", "ITL ms", "p99", "p99/median",
-    ]  # fmt: skip
-    cells = []
+    shown = []
     for row in rows:
         share = row["capacity_share"]
-        rate = f"{row['request_rate']:.2f}" + ("" if share is None else f" ({share:.0%})")
-        ratio = row["itl_p99_over_median"]
-        cells.append(
-            [
-                row["configuration"], row["workload"]["concurrency"],
-                f"{row['workload']['input_len']:,}", rate, f"{row['request_throughput']:.2f}",
-                f"{row['output_throughput']:.1f}", f"{row['median_ttft_ms']:.1f}",
-                f"{row['p99_ttft_ms']:.1f}", f"{row['median_itl_ms']:.2f}",
-                f"{row['p99_itl_ms']:.2f}", "-" if ratio is None else f"{ratio:.1f}",
-                *(gpu_cells(row["gpu"]) if has_gpu else ()),
-            ]
-        )  # fmt: skip
-    return table([*head, *(("clock", "power") if has_gpu else ())], cells)
+        shown.append({**row, "share": "" if share is None else f" ({share:.0%})"})
+    return table((*_COLUMNS, *(GPU_COLUMNS if has_gpu else ())), shown)

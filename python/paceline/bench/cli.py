@@ -7,14 +7,19 @@ import argparse
 import functools
 from typing import Any
 
-from paceline.bench.compare.command import add_compare_parser, run_compare
+from paceline.bench.compare.command import run_compare
 from paceline.bench.latency_command import run_latency
-from paceline.bench.options import add_latency_parser, check_can_write
+from paceline.bench.options import (
+    add_compare_parser,
+    add_latency_parser,
+    add_pairs_parser,
+    add_plot_parser,
+    add_serve_parser,
+)
 from paceline.bench.pairs.command import run_pairs
-from paceline.bench.pairs.options import add_pairs_parser
-from paceline.bench.plot import PLOT_NEEDS, check_can_plot, draw_report, read_report
+from paceline.bench.plot import draw_report, read_report
 from paceline.bench.serve.command import run_serve
-from paceline.bench.serve.options import add_serve_parser
+from paceline.bench.values import check_outputs
 from paceline.checks import check_path
 from paceline.console import check_output, emit, print_usage_help
 
@@ -32,25 +37,14 @@ def add_parser(commands: Any) -> None:
     add_pairs_parser(kinds).set_defaults(run=run_pairs)
     add_serve_parser(kinds).set_defaults(run=run_serve)
     add_compare_parser(kinds).set_defaults(run=run_compare)
-    plot = kinds.add_parser(
-        "plot",
-        help="draw a report of `latency --json FILE` or `pairs --json FILE`",
-        description="Draws what `latency --plot` or `pairs --plot` draws, from a report that "
-        "--json FILE wrote.",
-    )
-    plot.add_argument("report", metavar="REPORT", help="the JSON file of the report")
-    plot.add_argument(
-        "--out", metavar="FILE", required=True, help=f"the file to write; {PLOT_NEEDS}"
-    )
-    plot.set_defaults(run=run_plot)
+    add_plot_parser(kinds).set_defaults(run=run_plot)
 
 
 def run_plot(args: argparse.Namespace) -> int:
     """Draws a report and returns the exit code."""
     check_output()
     check_path("REPORT", args.report, "a file with a report")
-    check_can_write("--out", args.out)
-    check_can_plot("--out", args.out)
+    check_outputs(args)
     draw_report(read_report(args.report), args.out)
     emit(f"wrote {args.out}")
     return 0

@@ -7,8 +7,9 @@ import argparse
 import dataclasses
 from typing import Any, Final
 
+from paceline.bench.values import parse_list, parse_names
 from paceline.bench.workload import Speculation
-from paceline.checks import parse_json, quoted, shorten
+from paceline.checks import parse_json, shorten
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.speculative_config import SpeculativeConfig
 from paceline.speculative_fields import DRAFT_DRIVERS
@@ -59,7 +60,7 @@ def speculations(
     if lengths is not None:
         configs = _with_lengths(config, lengths)
     if args.drivers is not None:
-        drivers = _parse_drivers(args.drivers)
+        drivers = parse_names("drivers", args.drivers, DRAFT_DRIVERS)
         try:
             configs = [
                 dataclasses.replace(config, draft_driver=driver)
@@ -121,16 +122,15 @@ def _parse_speculative_config(
 def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
     """Refuses options that would make --draft-config meaningless."""
     given = f"--draft-config is {shorten(draft_config)}"
-    if values.get("method") == "ngram":
-        raise ValueError(
-            f"{given}, but method is 'ngram', which looks drafts up in the sequence and needs no "
-            "model; leave out --draft-config, or name another method"
-        )
-    if values.get("method") == "mtp":
-        raise ValueError(
-            f"{given}, but method is 'mtp', whose layer is the target's; leave out --draft-config, "
-            "or name another method"
-        )
+    for method, why in (
+        ("ngram", "which looks drafts up in the sequence and needs no model"),
+        ("mtp", "whose layer is the target's"),
+    ):
+        if values.get("method") == method:
+            raise ValueError(
+                f"{given}, but method is {method!r}, {why}; leave out --draft-config, or name "
+                "another method"
+            )
     if "model" in values:
         raise ValueError(
             f"{given}, but speculative_config['model'] is {shorten(values['model'])}; "
@@ -155,29 +155,12 @@ def speculation_of(config: SpeculativeConfig) -> Speculation:
     )
 
 
-def _parse_drivers(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in DRAFT_DRIVERS:
-            raise ValueError(
-                f"drivers is {shorten(text)}; allowed: a list of {quoted(DRAFT_DRIVERS)}"
-            )
-    return names
-
-
 def parse_draft_lengths(text: str) -> list[int]:
     """Reads --num-speculative-tokens.
 
     Raises:
         ValueError: It is no list of such numbers.
     """
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1 or max(values) > MAX_SPECULATIVE_TOKENS:
-        raise ValueError(
-            f"num_speculative_tokens is {shorten(text)}; allowed: integers from 1 to "
-            f"{MAX_SPECULATIVE_TOKENS}, for example 1,3,5,7"
-        )
-    return list(dict.fromkeys(values))
+    allowed = f"integers from 1 to {MAX_SPECULATIVE_TOKENS}, for example 1,3,5,7"
+    name, high = "num_speculative_tokens", MAX_SPECULATIVE_TOKENS
+    return list(dict.fromkeys(parse_list(name, text, int, allowed, 1, high)))

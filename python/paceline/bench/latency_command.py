@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 import uuid
@@ -22,31 +21,33 @@ from paceline.bench.arrivals import (
 from paceline.bench.drafting import speculations
 from paceline.bench.floor import Speed, with_floor
 from paceline.bench.latency import can_trace, measure
-from paceline.bench.measurement import Measurement
-from paceline.bench.models import BenchModel, load, load_draft
-from paceline.bench.options import (
+from paceline.bench.latency_options import (
     LatencyOptions,
     check_hub_options,
     check_num_layers,
     parse_latency_options,
     target_source,
 )
-from paceline.bench.plot import draw_report
-from paceline.bench.report import (
-    COLUMNS,
+from paceline.bench.latency_report import (
     EXPERTS_LEGEND,
-    GPU_LEGEND,
     LEGEND,
     Setup,
-    print_head,
-    print_row,
+    first_token_lines,
+    length_lines,
     report,
+    sequences,
+    setup_lines,
+    speedup_lines,
     trace_table,
-    write_json,
+    with_cells,
 )
-from paceline.bench.tables import first_token_lines, length_lines, sequences, speedup_lines
+from paceline.bench.lengths import at_lengths
+from paceline.bench.measurement import Measurement
+from paceline.bench.models import BenchModel, load, load_draft
+from paceline.bench.plot import draw_report
+from paceline.bench.report import GPU_LEGEND, GrowingTable, Output, write_json
 from paceline.bench.workload import Speculation, Workload
-from paceline.console import check_output, emit, tell
+from paceline.console import check_output, tell
 from paceline.device import resolve_device
 from paceline.progress import progress_bar
 
@@ -58,7 +59,6 @@ def run_latency(args: argparse.Namespace) -> int:
     check_output()
     setup = _set_up(args, started)
     _check_lengths(max(options.input_lens), args.output_len, setup)
-    bench = _Bench(args, options, setup, Speed(setup.device, args.num_threads))
     cells = list(itertools.product(options.input_lens, options.concurrency, _variants(setup)))
     runs_per_cell = (
         options.arrivals.num_runs(args.rounds)
@@ -67,6 +67,7 @@ def run_latency(args: argparse.Namespace) -> int:
     )
     num_runs = len(cells) * runs_per_cell
     with progress_bar(num_runs, "Measuring", "run", is_shown=not args.quiet) as bar:
+        bench = _Bench(args, options, setup, Speed(setup.device, args.num_threads), bar)
         for n, c, variant in cells:
             cell = _Cell(*variant, c, n, runs_per_cell)
             what = cell.words(has_input_len=len(options.input_lens) > 1)
@@ -76,13 +77,13 @@ def run_latency(args: argparse.Namespace) -> int:
             # A reason is kept without its exception, whose traceback keeps an engine alive.
             reason = None
             try:
-                bench.measure(cell, bar)
+                bench.measure(cell)
             except MemoryError as error:
                 if len(cells) == 1:
                     raise
                 reason = str(error)
             if reason is not None:
-                bench.leave_out(cell, what, reason, bar)
+                bench.leave_out(cell, what, reason)
     bench.finish()
     return 0
 
@@ -121,31 +122,56 @@ class _Bench:
     options: LatencyOptions
     setup: Setup
     speed: Speed
+    bar: Any
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    rows: list[tuple[str, Measurement]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    measurements: list[tuple[str, Measurement]] = field(default_factory=list)
     arrivals: list[dict[str, Any]] = field(default_factory=list)
     not_measured: list[dict[str, Any]] = field(default_factory=list)
     startup: dict[str, Any] | None = None
 
-    def measure(self, cell: _Cell, bar: Any) -> None:
+    def __post_init__(self) -> None:
+        """Makes the output and the table, whose first column has room for all names."""
+        self.output = Output(self.args.json, self.bar)
+        names = [
+            self._name(variant, n, sampling)
+            for variant, _, _ in _variants(self.setup)
+            for n in self.options.input_lens
+            for sampling in self.options.samplings
+        ]
+        columns = self.setup.columns
+        self.table = GrowingTable(columns, max(map(len, [*names, columns[0].name])))
+
+    def measure(self, cell: _Cell) -> None:
         """Measures a cell, then prints and writes what there is by then.
 
         Raises:
             MemoryError: It does not fit.
         """
-        if self.options.arrivals is not None:
-            self._measure_arrivals(cell, self.options.arrivals, bar)
-            return
         workloads = [
             Workload(cell.concurrency, cell.input_len, self.args.output_len, sampling)
             for sampling in self.options.samplings
         ]
+        engine: dict[str, Any] = {
+            "num_threads": self.args.num_threads,
+            "rounds": self.args.rounds,
+            "use_null_device": self.args.host_only,
+            "show_progress": not self.args.quiet,
+            "after_run": self.bar.update,
+        }
+        if self.options.arrivals is not None:
+            self._measure_arrivals(cell, workloads[0], self.options.arrivals, engine)
+        else:
+            self._measure_iterations(cell, workloads, engine)
+        self._write()
+
+    def _measure_iterations(
+        self, cell: _Cell, workloads: list[Workload], engine: dict[str, Any]
+    ) -> None:
         results = measure(
             self.setup.target, cell.drafter, cell.speculation, workloads,
-            num_threads=self.args.num_threads, rounds=self.args.rounds,
-            use_null_device=self.args.host_only, seconds_before=self.setup.seconds_before,
-            is_traced=self.args.trace is not None, show_progress=not self.args.quiet,
-            after_run=bar.update,
+            seconds_before=self.setup.seconds_before, is_traced=self.args.trace is not None,
+            **engine,
         )  # fmt: skip
         self.speed.forget()
         if not self.args.host_only:  # without ops there is no limit to compare with
@@ -153,42 +179,31 @@ class _Bench:
                 with_floor(result, self.setup.target, cell.drafter, self.speed)
                 for result in results
             ]
-        is_first = not self.rows
-        if is_first:
-            self._keep_startup(results[0].engine_start_s, results[0].start_to_first_token_s)
-        self.rows += [
-            (self._name(cell, sampling), result)
-            for sampling, result in zip(self.options.samplings, results, strict=True)
-        ]
-        if not self._is_json_alone:
-            with bar.external_write_mode(sys.stdout):
-                if is_first:
-                    print_head(self.setup, self.speed.memory, results[0], self._name_width)
-                for name, row in self.rows[-len(results) :]:
-                    print_row(self.setup, name, row, self._name_width)
-        self._write()
+        if self.startup is None:
+            self._keep_startup(results[0].engine_start_s, results[0].first_token_s)
+            head = setup_lines(self.setup, self.speed.memory, self.startup or {})
+            self.output.show([*head, *self.table.heading()])
+        for result in results:
+            name = self._name(cell.variant, cell.input_len, dict(result.workload.sampling))
+            lengths = at_lengths(result, self.options.lengths)
+            self.measurements.append((name, result))
+            self.rows.append({"configuration": name, **result.as_dict(), "at_lengths": lengths})
+            self.output.show([self.table.row(with_cells(self.rows[-1]))])
 
-    def _measure_arrivals(self, cell: _Cell, arrivals: Arrivals, bar: Any) -> None:
-        (sampling,) = self.options.samplings
+    def _measure_arrivals(
+        self, cell: _Cell, workload: Workload, arrivals: Arrivals, engine: dict[str, Any]
+    ) -> None:
         found = measure_arrivals(
-            self.setup.target, cell.drafter, cell.speculation,
-            Workload(cell.concurrency, cell.input_len, self.args.output_len, sampling), arrivals,
-            num_threads=self.args.num_threads, rounds=self.args.rounds,
-            use_null_device=self.args.host_only, show_progress=not self.args.quiet,
-            after_run=bar.update,
-        )  # fmt: skip
-        if not self.arrivals:
-            before = self.setup.seconds_before
-            self._keep_startup(
-                found.engine_start_s, before + found.engine_start_s + found.first_token_s
-            )
-        name = self._name(cell, sampling)
+            self.setup.target, cell.drafter, cell.speculation, workload, arrivals, **engine
+        )
+        if self.startup is None:
+            self._keep_startup(found.engine_start_s, found.first_token_s)
+        name = self._name(cell.variant, cell.input_len, {})
         self.arrivals += [{"configuration": name, **row} for row in found.rows]
-        self._write()
 
-    def leave_out(self, cell: _Cell, what: str, reason: str, bar: Any) -> None:
+    def leave_out(self, cell: _Cell, what: str, reason: str) -> None:
         """Notes a cell that does not fit into memory."""
-        bar.update(cell.num_runs)
+        self.bar.update(cell.num_runs)
         self.not_measured.append(
             {
                 "configuration": cell.variant,
@@ -197,7 +212,7 @@ class _Bench:
                 "reason": reason,
             }
         )
-        with bar.external_write_mode(sys.stderr):
+        with self.bar.external_write_mode(sys.stderr):
             tell(f"not measured: {what}: {reason}")
         if self.rows or self.arrivals:
             self._write()
@@ -213,11 +228,7 @@ class _Bench:
                 f"no cell could be measured; the last one: {self.not_measured[-1]['reason']}"
             )
         measured = self._report()
-        if self._is_json_alone:
-            emit(json.dumps(measured))
-        else:
-            for line in self._closing_lines(measured):
-                emit(line)
+        self.output.close(measured, self._closing_lines(measured))
         if self.args.plot is not None:
             draw_report(measured, self.args.plot)
 
@@ -230,41 +241,23 @@ class _Bench:
         lines += [*speedup_lines(measured), *length_lines(measured)]
         return lines + (first_token_lines(measured) if len(self.options.input_lens) > 1 else [])
 
-    @property
-    def _is_json_alone(self) -> bool:
-        return bool(self.args.json == "-")
-
-    @property
-    def _name_width(self) -> int:
-        names = [
-            self._name_of(variant, n, sampling)
-            for variant, _, _ in _variants(self.setup)
-            for n in self.options.input_lens
-            for sampling in self.options.samplings
-        ]
-        return max(len(name) for name in (*names, COLUMNS[0][0]))
-
-    def _name(self, cell: _Cell, sampling: dict[str, Any]) -> str:
-        return self._name_of(cell.variant, cell.input_len, sampling)
-
-    def _name_of(self, variant: str, input_len: int, sampling: dict[str, Any]) -> str:
+    def _name(self, variant: str, input_len: int, sampling: dict[str, Any]) -> str:
         """The name of a row: what differs between rows of as many sequences."""
         facts = {"input_len": input_len} if len(self.options.input_lens) > 1 else {}
         facts |= sampling if len(self.options.samplings) > 1 else {}
         return variant + "".join(f" {key}={value:g}" for key, value in facts.items())
 
-    def _keep_startup(self, engine_start_s: float, start_to_first_token_s: float | None) -> None:
+    def _keep_startup(self, engine_start_s: float, first_token_s: float) -> None:
+        before = self.setup.seconds_before
         self.startup = {
             "model_build_s": self.setup.model_build_s,
             "engine_start_s": engine_start_s,
-            "start_to_first_token_s": start_to_first_token_s,
+            "start_to_first_token_s": before + engine_start_s + first_token_s,
         }
 
     def _report(self) -> dict[str, Any]:
         command = getattr(self.args, "command_line", "paceline bench latency")
-        found = report(
-            self.run_id, command, self.setup, self.speed.memory, self.rows, self.options.lengths
-        )
+        found = report(self.run_id, command, self.setup, self.speed.memory, self.rows)
         return found | {
             "startup": self.startup,
             "arrivals": self.arrivals,
@@ -272,10 +265,9 @@ class _Bench:
         }
 
     def _write(self) -> None:
-        if self.args.json is not None and not self._is_json_alone:
-            write_json(self.args.json, self._report())
+        self.output.write(self._report())
         if self.args.trace is not None:
-            write_json(self.args.trace, trace_table(self.run_id, self.setup, self.rows))
+            write_json(self.args.trace, trace_table(self.run_id, self.setup, self.measurements))
 
 
 def _set_up(args: argparse.Namespace, started: float) -> Setup:

@@ -7,12 +7,11 @@ gives the throughput at every length up to k + 1. Drafters are compared at the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Final
 
 from paceline.bench.measurement import Measurement
-from paceline.checks import shorten
+from paceline.bench.values import parse_list
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 #: The lengths of --acceptance-lengths: of the Qwen3-8B pair, of a good drafter, and of k = 7.
@@ -27,17 +26,9 @@ def parse_lengths(text: str) -> list[float]:
     """
     if text == "none":
         return []
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = [math.nan]
     largest = MAX_SPECULATIVE_TOKENS + 1
-    if not all(1 <= value <= largest for value in values):
-        raise ValueError(
-            f"acceptance_lengths is {shorten(text)}; allowed: numbers from 1 to {largest}, for "
-            f"example {DEFAULT_LENGTHS}, or none"
-        )
-    return list(dict.fromkeys(values))
+    allowed = f"numbers from 1 to {largest}, for example {DEFAULT_LENGTHS}, or none"
+    return list(dict.fromkeys(parse_list("acceptance_lengths", text, float, allowed, 1, largest)))
 
 
 def at_lengths(row: Measurement, lengths: Sequence[float]) -> list[dict[str, Any]]:

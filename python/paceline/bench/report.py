@@ -1,129 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `paceline bench latency`: a table, and JSON."""
+"""The reports of all benches: tables of columns and rows, and JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import platform
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.floor import CUDA_BF16_FLOPS
-from paceline.bench.lengths import at_lengths
-from paceline.bench.measurement import Measurement
-from paceline.bench.models import BenchModel
-from paceline.bench.tables import gpu_cells
-from paceline.bench.workload import Speculation
 from paceline.console import emit
-
-# Two lines of heading and the width of each column; the first one is as wide as its longest entry.
-COLUMNS: Final = (
-    ("configuration", "", 13), ("sequences", "", 9), ("iteration", "ms", 9), ("p99", "ms", 8),
-    ("tokens", "per iter.", 9), ("tokens", "per s", 9), ("1st token", "ms", 9), ("reads", "GB", 8),
-    ("math", "GFLOP", 8), ("reads", "GB/s", 7), ("floor", "share", 6), ("additive", "share", 8),
-    ("idle", "share", 6), ("host", "us", 8), ("start", "s", 7),
-)  # fmt: skip
-# Follow on a GPU.
-_GPU: Final = (("clock", "MHz", 5), ("power", "W", 5))
-# Follows with a mixture of experts.
-_EXPERTS: Final = ("experts", "per layer", 11)
-
-LEGEND: Final = """\
-sequences: requests at the same time. iteration, p99: median and 99th percentile of the iterations
-in which all requests decode. tokens per iter.: of one sequence, the acceptance length. tokens per
-s: all sequences. 1st token: mean time from queueing. reads, math: bytes and operations of an
-iteration. floor share: the least time for them, over the time of the iteration; 100 % is the limit
-of the machine. additive share: the same if no two operations of an iteration overlap. idle: of the
-device, before an iteration. host: its work for an iteration. start: of the engine."""
-GPU_LEGEND: Final = """\
-clock, power: of the GPU while it ran: the median clock of its multiprocessors, with ! where the
-driver lowered it for power or heat, and the mean power."""
-EXPERTS_LEGEND: Final = """\
-experts: mean number of experts of a mixture layer that had rows and were read; the target's, then
-the drafter's after a slash. reads and floor share follow from them."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The models and configurations to measure.
+class Column:
+    """A column of a table.
 
     Attributes:
-        target: The target.
-        draft: The drafter, or None.
-        speculations: One per driver; empty = plain decoding alone.
-        device: "cpu" or "cuda".
-        model_build_s: Seconds for loading the models.
-        seconds_before: Seconds from the start of the command until the models were loaded.
+        name: Its heading.
+        shown: What a row shows, as a format string with the keys of the row; "-" if a figure is
+            None.
+        unit: The second line of its heading, in a table with fixed widths.
+        width: Its width, in such a table.
     """
 
-    target: BenchModel
-    draft: BenchModel | None
-    speculations: list[Speculation]
-    device: str
-    model_build_s: float
-    seconds_before: float
+    name: str
+    shown: str
+    unit: str = ""
+    width: int = 0
+
+
+#: Follow on a GPU.
+GPU_COLUMNS: Final = (
+    Column("clock", "{clock}", "MHz", 5),
+    Column("power", "{power}", "W", 5),
+)
+GPU_LEGEND: Final = """\
+clock, power: of the GPU while it ran: the median clock of its multiprocessors, with ! where the
+driver lowered it for power or heat, and the mean power."""
+
+
+def gpu_cells(gpu: Mapping[str, Any] | None) -> dict[str, str]:
+    """The cells of GPU_COLUMNS: a clock is marked where the driver lowered it; "-" if unknown."""
+    clock, power = (None, None) if gpu is None else (gpu["sm_clock_mhz"], gpu["power_w"])
+    mark = "!" if gpu is not None and gpu["is_throttled"] else ""
+    return {
+        "clock": "-" if clock is None else f"{clock:.0f}{mark}",
+        "power": "-" if power is None else f"{power:.0f}",
+    }
+
+
+class GrowingTable:
+    """A table whose rows are shown as they are measured, in columns of fixed widths."""
+
+    def __init__(self, columns: Sequence[Column], name_width: int) -> None:
+        """Takes the columns, and the width of the first one."""
+        self._columns = columns
+        self._widths = [name_width, *(column.width for column in columns[1:])]
+
+    def heading(self) -> list[str]:
+        """The two lines above the rows."""
+        names = [column.name for column in self._columns]
+        units = [column.unit for column in self._columns]
+        return [self.line(names), self.line(units)]
+
+    def row(self, row: Mapping[str, Any]) -> str:
+        """The line of a row."""
+        return self.line(_cells(self._columns, row))
+
+    def line(self, cells: Sequence[str]) -> str:
+        """A line of the first cells; a last one that is too long exceeds its column."""
+        return _join(cells, self._widths, " ")
+
+
+def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The lines of a complete table, whose columns are as wide as needed."""
+    lines = [[column.name for column in columns], *(_cells(columns, row) for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return [_join(cells, widths, "  ").rstrip() for cells in lines]
+
+
+def _cells(columns: Sequence[Column], row: Mapping[str, Any]) -> list[str]:
+    figures = {**row, **gpu_cells(row.get("gpu"))}
+    return [_cell(column, figures) for column in columns]
+
+
+def _cell(column: Column, figures: Mapping[str, Any]) -> str:
+    try:
+        return column.shown.format_map(figures)
+    except TypeError:  # the figure is None
+        return "-"
+
+
+def _join(cells: Sequence[str], widths: Sequence[int], gap: str) -> str:
+    """A line with the first cell flush left and the others flush right."""
+    first, *others = zip(cells, widths, strict=False)
+    return gap.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+
+class Output:
+    """Standard output of a bench, and the file of its --json."""
+
+    def __init__(self, json_path: str | None, bar: Any = None) -> None:
+        """Takes the value of --json, and the bar that lines are printed above."""
+        self._path = json_path
+        self._bar = bar
 
     @property
-    def has_mixture(self) -> bool:
-        """Returns whether the target or the drafter is a mixture of experts."""
-        models = (self.target,) if self.draft is None else (self.target, self.draft)
-        return any(model.costs.num_experts > 0 for model in models)
+    def is_json_alone(self) -> bool:
+        """Returns whether the JSON is printed instead of all else."""
+        return self._path == "-"
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Prints lines, unless the JSON is printed alone."""
+        if self.is_json_alone:
+            return
+        above = self._bar.external_write_mode(sys.stdout) if self._bar else contextlib.nullcontext()
+        with above:
+            for line in lines:
+                emit(line, flush=True)
+
+    def write(self, report: Any) -> None:
+        """Writes the file of --json, if it is given."""
+        if self._path is not None and not self.is_json_alone:
+            write_json(self._path, report)
+
+    def close(self, report: Any, lines: Iterable[str] = ()) -> None:
+        """Prints what follows the rows: the JSON if it is printed alone, else lines."""
+        if self.is_json_alone:
+            emit(json.dumps(report))
+        self.show(lines)
 
 
-def report(
-    run_id: str,
-    command: str,
-    setup: Setup,
-    read_bandwidth: float,
-    rows: list[tuple[str, Measurement]],
-    lengths: Sequence[float] = (),
-) -> dict[str, Any]:
-    """Returns the report as plain JSON types; docs/bench.md describes the keys.
+def write_json(path: str, value: Any) -> None:
+    """Writes a file; an OSError names it."""
+    try:
+        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:  # of a full disk, without the name of the file
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def report_facts(bench: str, command: str, device: str, read_bandwidth: float) -> dict[str, Any]:
+    """What the reports of `latency` and `pairs` have beside their rows; docs/bench.md has the keys.
 
     Args:
-        run_id: Identifies the run.
+        bench: "latency" or "pairs".
         command: The command line.
-        setup: What was measured.
+        device: "cpu" or "cuda".
         read_bandwidth: Bytes per second from memory.
-        rows: The name of each row, and the row.
-        lengths: Acceptance lengths at which each row has tokens per second.
     """
-    target, draft = setup.target, setup.draft
-    speculation = setup.speculations[0] if setup.speculations else None
-    status = _core.cuda_status()
     return {
-        "bench": "latency",
-        "run_id": run_id,
+        "bench": bench,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "command": command,
-        "machine": machine_name(setup.device),
+        "machine": machine_name(device),
         "version": _core.version(),
         "build": _core.build_info(),
-        "device": setup.device,
-        "device_name": status["name"] if setup.device == "cuda" else None,
-        "target": target.name,
-        "target_matrix_bytes": target.costs.all_bytes,
-        "draft": None if draft is None else draft.name,
-        "draft_matrix_bytes": None if draft is None else draft.costs.all_bytes,
-        "weight_dtype": target.model.weight_dtype,
-        "accept_method": None if speculation is None else speculation.accept_method,
-        "synthetic_acceptance_length": None
-        if speculation is None
-        else speculation.synthetic_acceptance_length or None,
+        "device": device,
         "read_bandwidth_gb_per_s": read_bandwidth / 1e9,
-        "peak_tflops": CUDA_BF16_FLOPS / 1e12
-        if setup.device == "cuda" and target.model.weight_dtype == "bfloat16"
-        else None,
-        "rows": [
-            {"configuration": name, **row.as_dict(), "at_lengths": at_lengths(row, lengths)}
-            for name, row in rows
-        ],
-        "speedup": speedups(rows),
     }
 
 
@@ -139,111 +178,3 @@ def machine_name(device: str) -> str:
                 break
     num_cores = _core.build_info()["num_cores"]
     return f"{name}, {num_cores} core{'' if num_cores == 1 else 's'}"
-
-
-def speedups(rows: list[tuple[str, Measurement]]) -> list[dict[str, Any]]:
-    """Ratios of speculative to plain tokens per second."""
-
-    def key(row: Measurement) -> str:
-        return json.dumps(asdict(row.workload))
-
-    plain = {key(row): row.output_tokens_per_s for _, row in rows if row.num_draft_tokens == 0}
-    return [
-        {
-            "configuration": name,
-            "concurrency": row.workload.concurrency,
-            "input_len": row.workload.input_len,
-            "ratio": row.output_tokens_per_s / plain[key(row)],
-        }
-        for name, row in rows
-        if row.num_draft_tokens > 0 and plain[key(row)] > 0
-    ]
-
-
-def trace_table(run_id: str, setup: Setup, rows: list[tuple[str, Measurement]]) -> dict[str, Any]:
-    """The time of each kernel of one iteration, the longest first."""
-    return {
-        "run_id": run_id,
-        "target": setup.target.name,
-        "draft": None if setup.draft is None else setup.draft.name,
-        "rows": [
-            {
-                "configuration": name,
-                "concurrency": row.workload.concurrency,
-                "iteration_us": row.iteration_ms * 1e3,
-                "kernels": sorted(row.kernels or [], key=lambda kernel: -float(kernel["total_us"])),
-            }
-            for name, row in rows
-        ],
-    }
-
-
-def write_json(path: str, value: Any) -> None:
-    """Writes a file; an OSError names it."""
-    try:
-        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:  # of a full disk, without the name of the file
-        raise OSError(error.errno, error.strerror, path) from None
-
-
-def print_head(setup: Setup, read_bandwidth: float, first: Measurement, name_width: int) -> None:
-    """Prints what is measured, and the heading of the table."""
-    target, draft = setup.target, setup.draft
-    emit(f"target {target.name}: {target.costs.all_bytes / 1e6:.1f} MB of matrices")
-    if draft is not None and setup.speculations:
-        speculation = setup.speculations[0]
-        length = speculation.synthetic_acceptance_length
-        judged = speculation.accept_method + (f" length {length}" if length else "")
-        emit(f"draft  {draft.name}: {draft.costs.all_bytes / 1e6:.1f} MB of matrices, {judged}")
-    if target.loaded.is_dummy:
-        emit("dummy weights: the times are those of models of these shapes; no token has a meaning")
-    emit(f"read bandwidth of {machine_name(setup.device)}: {read_bandwidth / 1e9:.1f} GB/s")
-    emit(
-        f"start to first token: {first.start_to_first_token_s:.2f} s, of it models "
-        f"{setup.model_build_s:.2f} s, engine {first.engine_start_s:.2f} s"
-    )
-    columns = _columns(setup)
-    print_cells([name for name, _, _ in columns], columns, name_width)
-    print_cells([unit for _, unit, _ in columns], columns, name_width)
-
-
-def _columns(setup: Setup) -> tuple[tuple[str, str, int], ...]:
-    gpu = _GPU if setup.device == "cuda" else ()
-    return (*COLUMNS, *gpu, *((_EXPERTS,) if setup.has_mixture else ()))
-
-
-def _experts_cell(row: Measurement) -> str:
-    target, draft = (
-        "-" if experts is None else f"{experts:.1f}"
-        for experts in (row.target_experts, row.draft_experts)
-    )
-    return target if row.draft_experts is None else f"{target} / {draft}"
-
-
-def print_row(setup: Setup, name: str, row: Measurement, name_width: int) -> None:
-    """Prints a row. Without a floor nothing was read, and so there is no speed of reading."""
-    has_floor = row.floor_share is not None
-    share = f"{row.floor_share:.0%}" if has_floor else "-"
-    additive = f"{row.additive_floor_share:.0%}" if has_floor else "-"
-    speed = f"{row.gb_per_s:.1f}" if has_floor else "-"
-    cells: list[object] = [
-        name, row.workload.concurrency, f"{row.iteration_ms:.3f}", f"{row.iteration_p99_ms:.3f}",
-        f"{row.tokens_per_iteration:.2f}", f"{row.output_tokens_per_s:.1f}",
-        f"{row.time_to_first_token_ms:.1f}", f"{row.iteration_bytes / 1e9:.3f}",
-        f"{row.flops / 1e9:.1f}", speed, share, additive, f"{row.idle_share:.1%}",
-        f"{row.host_us:.1f}", f"{row.engine_start_s:.2f}",
-    ]  # fmt: skip
-    if setup.device == "cuda":
-        cells += gpu_cells(None if row.gpu is None else row.gpu.as_dict())
-    if setup.has_mixture:
-        cells.append(_experts_cell(row))
-    print_cells(cells, _columns(setup), name_width)
-
-
-def print_cells(
-    cells: Sequence[object], columns: Sequence[tuple[str, str, int]], name_width: int
-) -> None:
-    """Prints a line of a table; a column is two lines of heading and a width."""
-    first, *others = zip(cells, columns, strict=True)
-    line = [f"{first[0]:<{name_width}}", *(f"{cell:>{width}}" for cell, (_, _, width) in others)]
-    emit(" ".join(line), flush=True)

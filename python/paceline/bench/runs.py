@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline import _core
+from paceline.bench.serving import TimedRequest
 from paceline.bench.workload import Workload
 
 
@@ -35,15 +36,11 @@ class Requests:
 
 
 @dataclass
-class RequestTimes:
+class RequestTimes(TimedRequest):
     """When a request was sent and its tokens arrived, in seconds of one clock.
 
     Attributes:
-        num_prompt_tokens: Tokens of the prompt.
-        sent_s: Time of sending.
-        token_times_s: Time of each event with tokens.
-        num_tokens: Number of tokens in each of these events.
-        ended_s: Time of the last event.
+        num_tokens: Number of tokens in each of the events.
     """
 
     num_prompt_tokens: int

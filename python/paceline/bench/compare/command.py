@@ -4,18 +4,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
 from paceline.bench.compare.ratios import CANNOT_BE_JUDGED, Ratio, paired_ratios, unpaired
 from paceline.bench.compare.reading import FACTS, Report, read_any_report
-from paceline.bench.options import check_can_write
-from paceline.bench.report import write_json
-from paceline.bench.tables import table
-from paceline.checks import check_path, quoted, shorten
-from paceline.console import EXIT_OK, check_output, emit
+from paceline.bench.report import Column, Output, table
+from paceline.bench.values import check_outputs, parse_names
+from paceline.checks import check_path, shorten
+from paceline.console import EXIT_OK, check_output
 
+_COLUMNS: Final = (
+    Column("row", "{name}"),
+    Column("figure", "{figure}"),
+    Column("A", "{a:,.3f}"),
+    Column("B", "{b:,.3f}"),
+    Column("B/A", "{ratio:.3f}"),
+    Column("lowest to highest", "{spread}"),
+    Column("rounds", "{rounds}"),
+    Column("95 % interval", "{shown}"),
+    Column("B is", "{verdict}"),
+)
 _LEGEND: Final = """\
 B/A: the median ratio over the rounds, then the lowest and the highest. 95 % interval: where the
 mean ratio lies, by the spread of the turns, or of the rounds if there is one turn. better, worse:
@@ -28,52 +37,16 @@ one turn: the interval does not know what differs between two runs of one progra
 of three turns or more."""
 
 
-def add_compare_parser(kinds: Any) -> argparse.ArgumentParser:
-    """Adds `compare` to the subparsers of `bench` and returns its parser."""
-    parser: argparse.ArgumentParser = kinds.add_parser(
-        "compare",
-        help="the ratios of two reports, or of reports by turns, with their spread",
-        description=(
-            "Prints the ratio B / A of each figure of each row that two reports share. Further "
-            "reports are those of further turns, measured A B A B ..., so that a machine that gets "
-            "warmer or slower meanwhile does so for both. Reports of different commands or "
-            "machines are refused."
-        ),
-    )
-    parser.add_argument("a", metavar="A.json", help="a report of `latency`, `pairs` or `serve`")
-    parser.add_argument("b", metavar="B.json", help="one of the same bench, to compare with it")
-    parser.add_argument(
-        "more",
-        metavar="MORE.json",
-        nargs="*",
-        default=[],  # without a default, argparse names it where B.json is missing
-        help="reports of further turns: A, B, A, B, ...",
-    )
-    parser.add_argument(
-        "--allow-different",
-        metavar="LIST",
-        help=f"compare although these differ: {', '.join(FACTS)} (default: none)",
-    )
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the ratios as a JSON object; without FILE, print only this object (default: "
-        "none)",
-    )
-    return parser
-
-
 def run_compare(args: argparse.Namespace) -> int:
     """Compares, prints the ratios and returns the exit code."""
     check_output()
-    allowed = _parse_allowed(args.allow_different)
+    allowed: list[str] = []
+    if args.allow_different is not None:
+        allowed = parse_names("--allow-different", args.allow_different, FACTS)
     paths = [args.a, args.b, *args.more]
     for path in paths:
         check_path("REPORT", path, "a file with a report")
-    if args.json is not None and args.json != "-":
-        check_can_write("--json", args.json)
+    check_outputs(args)
     if len(paths) % 2:
         raise ValueError(
             f"there are {len(paths)} reports; allowed: an even number, A and B by turns"
@@ -97,24 +70,10 @@ def run_compare(args: argparse.Namespace) -> int:
         "unpaired": unpaired(turns),
         "rows": [ratio.as_dict() for ratio in ratios],
     }
-    if args.json == "-":
-        emit(json.dumps(compared))
-        return EXIT_OK
-    for line in _lines(turns, ratios, compared):
-        emit(line)
-    if args.json is not None:
-        write_json(args.json, compared)
+    output = Output(args.json)
+    output.close(compared, _lines(turns, ratios, compared))
+    output.write(compared)
     return EXIT_OK
-
-
-def _parse_allowed(text: str | None) -> list[str]:
-    names = [] if text is None else text.split(",")
-    for name in names:
-        if name not in FACTS:
-            raise ValueError(
-                f"--allow-different is {shorten(text)}; allowed: a list of {quoted(FACTS)}"
-            )
-    return names
 
 
 def _check(reports: Sequence[Report], allowed: Sequence[str]) -> dict[str, list[str]]:
@@ -161,26 +120,19 @@ def _lines(
     lines += [
         f"different {name}s: {' | '.join(values)}" for name, values in compared["different"].items()
     ]
-    cells = []
+    shown = []
     last = None
     for ratio in ratios:
-        spread = (
-            "" if len(ratio.ratios) == 1 else f"{min(ratio.ratios):.3f} to {max(ratio.ratios):.3f}"
-        )
+        row = ratio.as_dict()
+        row["name"] = "" if ratio.row == last else ratio.row
+        row["spread"] = ""
+        if len(ratio.ratios) > 1:
+            row["spread"] = "{lowest:.3f} to {highest:.3f}".format_map(row)
         interval = ratio.interval
-        shown = "" if interval is None else "{:.3f} to {:.3f}".format(*interval)
-        cells.append(
-            [
-                "" if ratio.row == last else ratio.row, ratio.figure, f"{ratio.a:,.3f}",
-                f"{ratio.b:,.3f}", f"{ratio.median:.3f}", spread, len(ratio.ratios), shown,
-                ratio.verdict,
-            ]
-        )  # fmt: skip
+        row["shown"] = "" if interval is None else "{:.3f} to {:.3f}".format(*interval)
+        shown.append({**row, "rounds": len(ratio.ratios)})
         last = ratio.row
-    head = (
-        "row", "figure", "A", "B", "B/A", "lowest to highest", "rounds", "95 % interval", "B is",
-    )  # fmt: skip
-    lines += ["", *table(head, cells), _LEGEND]
+    lines += ["", *table(_COLUMNS, shown), _LEGEND]
     if any(ratio.verdict == CANNOT_BE_JUDGED for ratio in ratios):
         lines.append(_ONE_ROUND)
     if len(turns) == 1 and any(ratio.interval for ratio in ratios):

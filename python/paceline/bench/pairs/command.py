@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -18,28 +16,14 @@ from paceline.bench.latency import measure
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.pairs.known import Pair, imposed_length
 from paceline.bench.pairs.options import PairsOptions, parse_options, speculative_config
-from paceline.bench.pairs.report import (
-    PairRow,
-    Unmeasured,
-    legend,
-    print_head,
-    print_row,
-    print_unmeasured,
-    report,
-)
+from paceline.bench.pairs.report import PairRow, Unmeasured, legend, table_of, with_cells
 from paceline.bench.plot import draw_report
-from paceline.bench.report import write_json
+from paceline.bench.report import Output, machine_name, report_facts
 from paceline.bench.runs import Requests
 from paceline.bench.workload import Workload
 from paceline.chat_template import ChatTemplates
 from paceline.commands.prompt_input import Input, as_conversation, render_chat
-from paceline.console import (
-    EXIT_OK,
-    EXIT_OUT_OF_MEMORY,
-    check_output,
-    emit,
-    tell,
-)
+from paceline.console import EXIT_OK, EXIT_OUT_OF_MEMORY, check_output, tell
 from paceline.device import resolve_device
 from paceline.loader import LoadedModel
 from paceline.progress import progress_bar
@@ -57,39 +41,31 @@ def run_pairs(args: argparse.Namespace) -> int:
     options = parse_options(args)
     check_output()
     device = resolve_device(args.device)
-    is_json_alone = args.json == "-"
     command = getattr(args, "command_line", "paceline bench pairs")
-    name_width = max(len(pair.name) for pair in options.pairs)
+    table = table_of(device, max(len(pair.name) for pair in options.pairs))
     speed = Speed(device, args.num_threads)
     read_bandwidth = speed.memory  # now, since models may leave no memory to measure in
     rows: list[dict[str, Any]] = []
-    unmeasured: list[Unmeasured] = []
+    unmeasured: list[dict[str, Any]] = []
     measured: dict[str, Any] = {}
     num_runs = _RUNS * len(options.pairs) * len(options.temperatures) * len(options.concurrency)
     with progress_bar(num_runs, "Measuring", "run", is_shown=not args.quiet) as bar:
+        output = Output(args.json, bar)
         for pair in options.pairs:
             for result in _measure_pair(pair, options, args, device, speed, bar):
-                is_first = not rows and not unmeasured
+                if not measured:
+                    output.show([f"machine: {machine_name(device)}", *table.heading()])
                 if isinstance(result, PairRow):
                     rows.append(result.as_dict())
                     read_bandwidth = speed.memory
+                    output.show([table.row(with_cells(rows[-1]))])
                 else:
-                    unmeasured.append(result)
-                if not is_json_alone:
-                    with bar.external_write_mode(sys.stdout):
-                        if is_first:
-                            print_head(device, name_width)
-                        if isinstance(result, PairRow):
-                            print_row(device, rows[-1], name_width)
-                        else:
-                            print_unmeasured(result, name_width)
-                measured = report(command, device, read_bandwidth, rows, unmeasured)
-                if args.json is not None and not is_json_alone:
-                    write_json(args.json, measured)
-    if is_json_alone:
-        emit(json.dumps(measured))
-    elif rows:
-        emit(legend(device, rows))
+                    unmeasured.append(result.as_dict())
+                    output.show([table.line(result.cells())])
+                measured = report_facts("pairs", command, device, read_bandwidth)
+                measured |= {"rows": rows, "not_measured": unmeasured}
+                output.write(measured)
+    output.close(measured, [legend(device, rows)] if rows else [])
     if not rows:
         return EXIT_OUT_OF_MEMORY
     if args.plot is not None:

@@ -1,35 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `paceline bench pairs`, and what they mean."""
+"""Reads the options of `paceline bench pairs`."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from paceline.bench.models import is_config_name
-from paceline.bench.options import check_can_write, parse_concurrency
-from paceline.bench.pairs.known import (
-    ASSUMED_LENGTH,
-    NUM_SPECULATIVE_TOKENS,
-    PAIRS,
-    Pair,
-)
-from paceline.bench.plot import PLOT_NEEDS, check_can_plot
+from paceline.bench.options import PAIR_METHODS
+from paceline.bench.pairs.known import NUM_SPECULATIVE_TOKENS, PAIRS, Pair
+from paceline.bench.values import check_outputs, parse_concurrency, parse_list
 from paceline.checks import check_choice, check_int, check_path, shorten
-from paceline.commands.options import add_device_option, add_quiet_option
 from paceline.commands.prompt_input import Input, read_prompts
-from paceline.console import integer
-from paceline.limits import MAX_INT, MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
+from paceline.limits import MAX_INT, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
 from paceline.speculative_config import SpeculativeConfig
-from paceline.speculative_fields import METHODS, MODEL_FREE_METHODS, REJECTION_SAMPLE_METHODS
-
-#: Methods whose drafter is a model of its own.
-_METHODS: Final = tuple(method for method in METHODS if method not in MODEL_FREE_METHODS)
-#: Acceptance methods that measure acceptance.
-_ACCEPT_METHODS: Final = tuple(m for m in REJECTION_SAMPLE_METHODS if m != "synthetic")
 
 
 @dataclass(frozen=True)
@@ -47,132 +34,6 @@ class PairsOptions:
     temperatures: list[float]
     concurrency: list[int]
     prompts: list[Input]
-
-
-def add_pairs_parser(kinds: Any) -> argparse.ArgumentParser:
-    """Adds `pairs` to the subparsers of `bench` and returns its parser."""
-    parser: argparse.ArgumentParser = kinds.add_parser(
-        "pairs",
-        help="one table of throughput, latency and acceptance for several targets with drafters",
-        description=(
-            "Measures pairs of a target and a drafter as vLLM's `bench serve` does, with "
-            f"{NUM_SPECULATIVE_TOKENS} draft tokens, at each temperature and concurrency. The "
-            f"pairs are: {', '.join(PAIRS)}. They have dummy weights, with an imposed acceptance "
-            "length: the one published for vLLM where there is one, else "
-            f"{ASSUMED_LENGTH}. With --model, checkpoints take their place, and acceptance is "
-            "measured on the prompts of --prompts-file. A pair that does not fit into memory is "
-            "listed with the reason."
-        ),
-    )
-    _add_pairs(parser)
-    _add_requests(parser)
-    engine = parser.add_argument_group("engine")
-    add_device_option(engine, has_demo=False)
-    engine.add_argument(
-        "--num-threads",
-        type=integer,
-        default=0,
-        metavar="N",
-        help=f"CPU threads of the ops, 1 to {MAX_NUM_THREADS} (default: 0, one per core)",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the report as a JSON object after every row, with the keys of vLLM's result "
-        "files; without FILE, print only this object, at the end (default: none)",
-    )
-    output.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw throughput, inter-token latency and share of the floor against concurrency; "
-        f"{PLOT_NEEDS} (default: none)",
-    )
-    add_quiet_option(output, "print nothing but the results, and no bars")
-    return parser
-
-
-def _add_pairs(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("pairs")
-    group.add_argument(
-        "--pairs",
-        metavar="LIST",
-        help="names of pairs, separated by commas (default: those of --model and --config, or "
-        "without them all)",
-    )
-    for option, what in (
-        ("--model", "measure checkpoints: two folders, or models of the Hugging Face Hub"),
-        ("--config", "measure dummy weights for two config.json, each in a folder or of a model "
-         "of the hub, or for named configurations"),
-    ):  # fmt: skip
-        group.add_argument(
-            option,
-            action="append",
-            metavar="NAME=TARGET,DRAFTER[,METHOD]",
-            help=f"{what}; NAME is a pair above, which they replace, or a new one; METHOD is one "
-            f"of {', '.join(_METHODS)} (default: none; METHOD as for the pair above, or as the "
-            "drafter's files say); repeatable",
-        )
-
-
-def _add_requests(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--temperatures",
-        default="0,1",
-        metavar="LIST",
-        help=f"temperatures, 0 to {MAX_TEMPERATURE:,.0f} (default: 0,1)",
-    )
-    group.add_argument(
-        "--concurrency",
-        default="1,16,64",
-        metavar="LIST",
-        help=f"requests at the same time, 1 to {MAX_NUM_SEQS} (default: 1,16,64)",
-    )
-    group.add_argument(
-        "--num-prompts",
-        type=integer,
-        metavar="N",
-        help="requests of a row, N >= 1 and at least the largest concurrency; the next one starts "
-        "when one has ended, and prompts of a file repeat (default: the prompts of --prompts-file "
-        "or 8, but at least as many as run at the same time)",
-    )
-    group.add_argument(
-        "--input-len",
-        type=integer,
-        default=256,
-        metavar="N",
-        help="prompt tokens of each request to dummy weights, random ids, N >= 1 (default: 256)",
-    )
-    group.add_argument(
-        "--output-len",
-        type=integer,
-        default=512,
-        metavar="N",
-        help="output tokens of each request, N >= 1; checkpoints stop earlier at an "
-        "end-of-sequence id (default: 512)",
-    )
-    group.add_argument(
-        "--prompts-file",
-        metavar="FILE",
-        help="prompts for checkpoints: one per line, or with the ending .jsonl as for `generate` "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--chat",
-        action="store_true",
-        help="turn each of these prompts into a conversation with the checkpoint's chat template "
-        "(default: off)",
-    )
-    group.add_argument(
-        "--rejection-sample-method",
-        choices=_ACCEPT_METHODS,
-        default="coupled",
-        help="how drafts of checkpoints are accepted: coupled, standard or block, as in "
-        "--speculative-config of `generate` (default: coupled)",
-    )
 
 
 def parse_options(args: argparse.Namespace) -> PairsOptions:
@@ -194,11 +55,7 @@ def parse_options(args: argparse.Namespace) -> PairsOptions:
             f"allowed: at least {max(concurrency)}, so that as many requests can run at the same "
             "time"
         )
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (option, path) != ("--json", "-"):
-            check_can_write(option, path)
-    if args.plot is not None:
-        check_can_plot("--plot", args.plot)
+    check_outputs(args)
     pairs = _chosen_pairs(args)
     return PairsOptions(
         pairs,
@@ -259,18 +116,13 @@ def _parse_pair(option: str, text: str, *, is_dummy: bool) -> Pair:
             )
     method = PAIRS[name].method if name in PAIRS else None
     if len(parts) == 3:
-        method = check_choice(f"METHOD of {option}", parts[2], _METHODS)
+        method = check_choice(f"METHOD of {option}", parts[2], PAIR_METHODS)
     return Pair(name, parts[0], parts[1], method, is_dummy)
 
 
 def _parse_temperatures(text: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"temperatures is {shorten(text)}; allowed: numbers from 0 to "
-            f"{MAX_TEMPERATURE:,.0f}, for example 0,1"
-        ) from None
+    allowed = f"numbers from 0 to {MAX_TEMPERATURE:,.0f}, for example 0,1"
+    values = parse_list("temperatures", text, float, allowed)
     return [SamplingParams(temperature=value).temperature for value in values]
 
 

@@ -8,44 +8,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline import _core
 from paceline.bench.measurement import Measurement
 from paceline.bench.pairs.known import ImposedLength, Pair
-from paceline.bench.report import GPU_LEGEND, machine_name, print_cells
+from paceline.bench.report import GPU_COLUMNS, GPU_LEGEND, Column, GrowingTable
 from paceline.bench.serving import draft_metrics, serving_metrics
-from paceline.bench.tables import gpu_cells
-from paceline.console import emit
 from paceline.speculative_config import SpeculativeConfig
 
-# Two lines of heading, the width, and what a row shows; the first column is as wide as its longest
-# entry.
+# The first column is as wide as its longest entry.
 _COLUMNS: Final = (
-    ("pair", "", 13, "{pair}"),
-    ("T", "", 4, "{temperature:g}"),
-    ("c", "", 4, "{max_concurrency}"),
-    ("output", "tok/s", 8, "{output_throughput:.1f}"),
-    ("requests", "per s", 8, "{request_throughput:.3f}"),
-    ("total", "tok/s", 8, "{total_token_throughput:.1f}"),
-    ("TTFT ms", "mean", 8, "{mean_ttft_ms:.1f}"),
-    ("", "median", 8, "{median_ttft_ms:.1f}"),
-    ("", "P99", 8, "{p99_ttft_ms:.1f}"),
-    ("TPOT ms", "mean", 8, "{mean_tpot_ms:.2f}"),
-    ("", "median", 7, "{median_tpot_ms:.2f}"),
-    ("", "P99", 7, "{p99_tpot_ms:.2f}"),
-    ("ITL ms", "mean", 7, "{mean_itl_ms:.2f}"),
-    ("", "median", 7, "{median_itl_ms:.2f}"),
-    ("", "P99", 7, "{p99_itl_ms:.2f}"),
-    ("E2E ms", "mean", 9, "{mean_e2el_ms:.1f}"),
-    ("accept", "rate", 7, "{spec_decode_acceptance_rate:.1f}%"),
-    ("accept", "length", 6, "{spec_decode_acceptance_length:.2f}"),
-    ("imposed", "length", 14, "{imposed_cell}"),
-    ("iteration", "ms", 9, "{iteration_ms:.3f}"),
-    ("floor", "share", 6, "{floor_share:.0%}"),
-    ("additive", "share", 8, "{additive_floor_share:.0%}"),
+    Column("pair", "{pair}", "", 13),
+    Column("T", "{temperature:g}", "", 4),
+    Column("c", "{max_concurrency}", "", 4),
+    Column("output", "{output_throughput:.1f}", "tok/s", 8),
+    Column("requests", "{request_throughput:.3f}", "per s", 8),
+    Column("total", "{total_token_throughput:.1f}", "tok/s", 8),
+    Column("TTFT ms", "{mean_ttft_ms:.1f}", "mean", 8),
+    Column("", "{median_ttft_ms:.1f}", "median", 8),
+    Column("", "{p99_ttft_ms:.1f}", "P99", 8),
+    Column("TPOT ms", "{mean_tpot_ms:.2f}", "mean", 8),
+    Column("", "{median_tpot_ms:.2f}", "median", 7),
+    Column("", "{p99_tpot_ms:.2f}", "P99", 7),
+    Column("ITL ms", "{mean_itl_ms:.2f}", "mean", 7),
+    Column("", "{median_itl_ms:.2f}", "median", 7),
+    Column("", "{p99_itl_ms:.2f}", "P99", 7),
+    Column("E2E ms", "{mean_e2el_ms:.1f}", "mean", 9),
+    Column("accept", "{spec_decode_acceptance_rate:.1f}%", "rate", 7),
+    Column("accept", "{spec_decode_acceptance_length:.2f}", "length", 6),
+    Column("imposed", "{imposed_cell}", "length", 14),
+    Column("iteration", "{iteration_ms:.3f}", "ms", 9),
+    Column("floor", "{floor_share:.0%}", "share", 6),
+    Column("additive", "{additive_floor_share:.0%}", "share", 8),
 )
-
-# Follow on a GPU.
-_GPU_COLUMNS: Final = (("clock", "MHz", 5), ("power", "W", 5))
 
 LEGEND: Final = """\
 T: temperature. c: requests at the same time. output, total tok/s: output tokens, and prompt and
@@ -55,6 +48,11 @@ tokens. E2E: from sending to the end. accept rate: accepted drafts over verified
 length: tokens of a request in an iteration. iteration: median over those in which all requests
 decode. floor share: the least time for the reads and operations of an iteration, over its time.
 additive share: the same if no two operations of an iteration overlap."""
+# Figures of a measurement that a row has under their own names.
+_KEPT: Final = (
+    "floor_ms", "floor_share", "additive_floor_ms", "additive_floor_share", "idle_share",
+    "target_experts", "draft_experts",
+)  # fmt: skip
 # What the acceptance of a row is, and the sentence of the legend.
 _ACCEPTANCES: Final = {
     "measured": "none, measured: checkpoints, whose acceptance on the prompts was measured.",
@@ -86,9 +84,8 @@ class PairRow:
         row, imposed = self.measurement, self.imposed
         (run,) = row.runs
         temperature, c = row.workload.sampling["temperature"], row.workload.concurrency
-        if imposed is None:
-            acceptance = "measured"
-        else:
+        acceptance = "measured"
+        if imposed is not None:
             acceptance = "published" if imposed.is_published else "assumed"
         return {
             "date": time.strftime("%Y%m%d-%H%M%S", time.gmtime()),
@@ -101,7 +98,7 @@ class PairRow:
             "request_rate": "inf",
             "burstiness": 1.0,
             "max_concurrency": c,
-            **serving_metrics(run),
+            **serving_metrics(run.requests, run.duration_s),
             **draft_metrics(run.stats),
             "pair": self.pair.name,
             "drafter_id": self.pair.drafter,
@@ -114,14 +111,8 @@ class PairRow:
             "rejection_sample_method": self.speculation.rejection_sample_method,
             "temperature": temperature,
             "iteration_ms": row.iteration_ms or None,  # 0 if requests never decoded together
-            "floor_ms": row.floor_ms,
-            "floor_share": row.floor_share,
-            "additive_floor_ms": row.additive_floor_ms,
-            "additive_floor_share": row.additive_floor_share,
-            "idle_share": row.idle_share,
+            **{key: getattr(row, key) for key in _KEPT},
             "gpu": None if row.gpu is None else row.gpu.as_dict(),
-            "target_experts": row.target_experts,
-            "draft_experts": row.draft_experts,
         }
 
 
@@ -141,6 +132,12 @@ class Unmeasured:
     concurrency: int | None
     reason: str
 
+    def cells(self) -> list[str]:
+        """The cells of its line in the table, with the reason in the place of figures."""
+        temperature = "-" if self.temperature is None else f"{self.temperature:g}"
+        concurrency = "-" if self.concurrency is None else str(self.concurrency)
+        return [self.pair, temperature, concurrency, f"not measured: {self.reason}"]
+
     def as_dict(self) -> dict[str, Any]:
         """Converts to plain JSON types."""
         return {
@@ -151,63 +148,17 @@ class Unmeasured:
         }
 
 
-def report(
-    command: str,
-    device: str,
-    read_bandwidth: float,
-    rows: Sequence[Mapping[str, Any]],
-    unmeasured: Sequence[Unmeasured],
-) -> dict[str, Any]:
-    """Returns the report as plain JSON types; docs/bench.md describes the keys.
-
-    Args:
-        command: The command line.
-        device: "cpu" or "cuda".
-        read_bandwidth: Bytes per second from memory.
-        rows: `PairRow.as_dict()` of each row.
-        unmeasured: What was not measured.
-    """
-    return {
-        "bench": "pairs",
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "command": command,
-        "machine": machine_name(device),
-        "version": _core.version(),
-        "build": _core.build_info(),
-        "device": device,
-        "read_bandwidth_gb_per_s": read_bandwidth / 1e9,
-        "rows": list(rows),
-        "not_measured": [entry.as_dict() for entry in unmeasured],
-    }
+def table_of(device: str, name_width: int) -> GrowingTable:
+    """The table of a device, whose names have a width."""
+    gpu = GPU_COLUMNS if device == "cuda" else ()
+    return GrowingTable((*_COLUMNS, *gpu), name_width)
 
 
-def print_head(device: str, name_width: int) -> None:
-    """Prints the machine, and the heading of the table."""
-    emit(f"machine: {machine_name(device)}")
-    columns = _widths(has_gpu=device == "cuda")
-    for line in (0, 1):
-        print_cells([column[line] for column in columns], columns, name_width)
-
-
-def print_row(device: str, row: Mapping[str, Any], name_width: int) -> None:
-    """Prints a row; a figure that does not exist, as acceptance without drafts, is a dash."""
+def with_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with what its columns show beside its own figures."""
     length, acceptance = row["imposed_acceptance_length"], row["acceptance"]
     imposed = f"none, {acceptance}" if length is None else f"{length:.2f} {acceptance}"
-    shown_row = {**row, "imposed_cell": imposed}
-    cells = [_cell(shown, shown_row) for *_, shown in _COLUMNS]
-    has_gpu = device == "cuda"
-    if has_gpu:
-        cells += gpu_cells(row["gpu"])
-    print_cells(cells, _widths(has_gpu=has_gpu), name_width)
-
-
-def print_unmeasured(entry: Unmeasured, name_width: int) -> None:
-    """Prints a line with the reason in the place of figures."""
-    temperature = "-" if entry.temperature is None else f"{entry.temperature:g}"
-    concurrency = "-" if entry.concurrency is None else entry.concurrency
-    reason = f"not measured: {entry.reason}"
-    columns = [*_widths()[:3], ("", "", 0)]
-    print_cells([entry.pair, temperature, concurrency, reason], columns, name_width)
+    return {**row, "imposed_cell": imposed}
 
 
 def legend(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -215,15 +166,3 @@ def legend(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
     seen = {row["acceptance"] for row in rows}
     gpu = [GPU_LEGEND] if device == "cuda" else []
     return "\n".join([LEGEND, *gpu, *(text for name, text in _ACCEPTANCES.items() if name in seen)])
-
-
-def _cell(shown: str, row: Mapping[str, Any]) -> str:
-    try:
-        return shown.format_map(row)
-    except TypeError:  # the figure is None
-        return "-"
-
-
-def _widths(*, has_gpu: bool = False) -> list[tuple[str, str, int]]:
-    columns = [(name, unit, width) for name, unit, width, _ in _COLUMNS]
-    return [*columns, *(_GPU_COLUMNS if has_gpu else ())]

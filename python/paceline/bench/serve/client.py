@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.bench.serve.datasets import Question
+from paceline.bench.serving import TimedRequest
 from paceline.checks import shorten
 
 if TYPE_CHECKING:
@@ -21,41 +22,25 @@ _MAX_REASON: Final = 300
 
 
 @dataclass
-class Answer:
-    """The result of a request.
+class Answer(TimedRequest):
+    """The result of a request, whose tokens are counted as the server counts them.
 
     Attributes:
         error: Why it failed; "" if it did not.
-        started_s: When it was sent.
-        token_times_s: When each event with output came.
-        num_prompt_tokens: Tokens of the prompt, as the server counts.
-        num_output_tokens: Likewise of the output.
         text: The output.
     """
 
     error: str = ""
-    started_s: float = 0.0
+    sent_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
 
     @property
-    def ttft_s(self) -> float:
-        """Time to the first event."""
-        return self.token_times_s[0] - self.started_s
-
-    @property
-    def latency_s(self) -> float:
-        """Time to the last event."""
-        return self.token_times_s[-1] - self.started_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Time per token after the first; None without such tokens."""
-        if self.num_output_tokens < 2:
-            return None
-        return (self.latency_s - self.ttft_s) / (self.num_output_tokens - 1)
+    def ended_s(self) -> float:
+        """When the last event with output came."""
+        return self.token_times_s[-1]
 
 
 class Client:
@@ -101,7 +86,7 @@ class Client:
         else:
             fields["prompt"] = question.prompt
         body = json.dumps(fields).encode()
-        answer.started_s = time.perf_counter()
+        answer.sent_s = time.perf_counter()
         try:
             async with self._session.post(
                 self._url, data=body, headers={"content-type": "application/json"}

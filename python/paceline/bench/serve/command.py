@@ -13,9 +13,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.options import check_can_write
-from paceline.bench.plot import check_can_plot, draw_results
-from paceline.bench.report import write_json
+from paceline.bench.plot import draw_results
+from paceline.bench.report import Output
 from paceline.bench.serve.client import CHATS, Client, find_model, read_draft_counters
 from paceline.bench.serve.datasets import (
     FILE_DATASETS,
@@ -24,14 +23,10 @@ from paceline.bench.serve.datasets import (
     make_questions,
     read_questions,
 )
-from paceline.bench.serve.figures import (
-    GOODPUT_NAMES,
-    details_of,
-    draft_figures,
-    result_of,
-    table,
-)
+from paceline.bench.serve.figures import details_of, draft_figures, result_of, table
 from paceline.bench.serve.load import Load, run_load
+from paceline.bench.serving import GOODPUT_NAMES
+from paceline.bench.values import ABOVE_ZERO, check_outputs, parse_list
 from paceline.checks import check_finite, check_int, check_path, parse_json, shorten
 from paceline.console import EXIT_FAILURE, EXIT_OK, check_output, emit, tell
 from paceline.limits import MAX_INT, MAX_SEED, MAX_TEMPERATURE
@@ -48,11 +43,7 @@ def run_serve(args: argparse.Namespace) -> int:
     check_output()
     if importlib.util.find_spec("aiohttp") is None:
         raise ValueError("`paceline bench serve` needs aiohttp: pip install 'paceline[bench]'")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None:
-            check_can_write(option, path)
-    if args.plot is not None:
-        check_can_plot("--plot", args.plot)
+    check_outputs(args)
     if args.save_detailed and args.json is None:
         raise ValueError("--save-detailed needs --json")
     if not args.base_url.startswith(("http://", "https://")):
@@ -72,8 +63,7 @@ def run_serve(args: argparse.Namespace) -> int:
     extra = _extra(args)
     questions = _questions(args)
     results = asyncio.run(_measure(args, questions, loads, goals, extra))
-    if args.json is not None:
-        write_json(args.json, results[0] if len(results) == 1 else results)
+    Output(args.json).write(results[0] if len(results) == 1 else results)
     if args.plot is not None:
         draw_results(results, _command_of(args), args.plot)
     return EXIT_OK if all(result["completed"] for result in results) else EXIT_FAILURE
@@ -199,25 +189,16 @@ def _loads(args: argparse.Namespace) -> list[Load]:
     """Each rate with each concurrency."""
     if not check_finite("--burstiness", args.burstiness, "a number above 0") > 0:
         raise ValueError(f"--burstiness is {args.burstiness:g}; allowed: a number above 0")
-    rates = []
-    for text in args.request_rate.split(","):
-        try:
-            rate = float(text)
-        except ValueError:
-            rate = math.nan
-        if not rate > 0:
-            raise ValueError(f"--request-rate is {shorten(text)}; allowed: numbers above 0, or inf")
-        rates.append(rate)
+    allowed = "numbers above 0, or inf"
+    rates = [
+        rate
+        for text in args.request_rate.split(",")
+        for rate in parse_list("--request-rate", text, float, allowed, ABOVE_ZERO)
+    ]
     limits: list[int | None] = [None]
     if args.max_concurrency is not None:
-        try:
-            limits = [int(text) for text in args.max_concurrency.split(",")]
-        except ValueError:
-            limits = [0]
-        if any(limit is not None and limit < 1 for limit in limits):
-            raise ValueError(
-                f"--max-concurrency is {shorten(args.max_concurrency)}; allowed: integers >= 1"
-            )
+        name, text = "--max-concurrency", args.max_concurrency
+        limits = [*parse_list(name, text, int, "integers >= 1", 1)]
     return [Load(rate, args.burstiness, limit) for rate in rates for limit in limits]
 
 

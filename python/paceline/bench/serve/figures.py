@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,17 +11,39 @@ from typing import Any, Final
 
 from paceline.bench.serve.client import Answer
 from paceline.bench.serve.load import Load
-from paceline.bench.serving import times_in_ms
+from paceline.bench.serving import draft_metrics, serving_metrics
 
-#: Names of the times: key, short name and title.
+# Names of the times: key, short name and title.
 _TIMES: Final = (
     ("ttft", "TTFT", "Time to First Token"),
     ("tpot", "TPOT", "Time per Output Token (excl. 1st token)"),
     ("itl", "ITL", "Inter-token Latency"),
     ("e2el", "E2EL", "End-to-end Latency"),
 )
-GOODPUT_NAMES: Final = ("ttft", "tpot", "e2el")
 _WIDTH: Final = 50
+# The first lines of the table, and those of drafts: a name and a key.
+_LOAD: Final = (
+    ("Successful requests:", "completed"),
+    ("Failed requests:", "failed"),
+    ("Maximum request concurrency:", "max_concurrency"),
+    ("Request rate configured (RPS):", "request_rate"),
+    ("Benchmark duration (s):", "duration"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Request throughput (req/s):", "request_throughput"),
+    ("Request goodput (req/s):", "request_goodput"),
+    ("Output token throughput (tok/s):", "output_throughput"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+    ("Peak concurrent requests:", "max_concurrent_requests"),
+    ("Total token throughput (tok/s):", "total_token_throughput"),
+)
+_DRAFTS: Final = (
+    ("Acceptance rate (%):", "spec_decode_acceptance_rate"),
+    ("Acceptance length:", "spec_decode_acceptance_length"),
+    ("Drafts:", "spec_decode_num_drafts"),
+    ("Draft tokens:", "spec_decode_draft_tokens"),
+    ("Accepted tokens:", "spec_decode_accepted_tokens"),
+)
 
 
 def result_of(
@@ -45,35 +66,21 @@ def result_of(
         The dict that vLLM writes as JSON.
     """
     good = [answer for answer in answers if not answer.error]
-    num_input = sum(answer.num_prompt_tokens for answer in good)
-    num_output = sum(answer.num_output_tokens for answer in good)
     peak_tokens, peak_requests = _peaks(good)
     is_unlimited = math.isinf(load.request_rate)
-    result: dict[str, Any] = {
+    met = sum(_meets(answer, goals_ms) for answer in good)
+    return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         **facts,
         "num_prompts": len(answers),
         "request_rate": "inf" if is_unlimited else load.request_rate,
         "burstiness": load.burstiness,
         "max_concurrency": load.max_concurrency,
-        "duration": duration_s,
-        "completed": len(good),
-        "failed": len(answers) - len(good),
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "request_throughput": len(good) / duration_s,
-        "request_goodput": None,
-        "output_throughput": num_output / duration_s,
-        "total_token_throughput": (num_input + num_output) / duration_s,
+        "request_goodput": met / duration_s if goals_ms else None,
         "max_output_tokens_per_s": peak_tokens,
         "max_concurrent_requests": peak_requests,
+        **serving_metrics(good, duration_s, num_failed=len(answers) - len(good)),
     }
-    if goals_ms:
-        met = sum(_meets(answer, goals_ms) for answer in good)
-        result["request_goodput"] = met / duration_s
-    for name, seconds in _series(good).items():
-        result |= times_in_ms(name, seconds)
-    return result
 
 
 def details_of(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -82,8 +89,8 @@ def details_of(answers: Sequence[Answer]) -> dict[str, Any]:
         "input_lens": [answer.num_prompt_tokens for answer in answers],
         "output_lens": [answer.num_output_tokens for answer in answers],
         "ttfts": [0.0 if answer.error else answer.ttft_s for answer in answers],
-        "itls": [_gaps(answer) for answer in answers],
-        "start_times": [answer.started_s for answer in answers],
+        "itls": [answer.itls_s for answer in answers],
+        "start_times": [answer.sent_s for answer in answers],
         "generated_texts": [answer.text for answer in answers],
         "errors": [answer.error for answer in answers],
     }
@@ -95,85 +102,55 @@ def draft_figures(
     """Acceptance during a run, from a server's counters; empty if it did not speculate."""
     if before is None or after is None:
         return {}
-    rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    drafts, drafted = rise["num_drafts"], rise.get("num_draft_tokens", 0.0)
-    if drafts <= 0 or drafted <= 0:
+    rise = {key: int(value - before.get(key, 0.0)) for key, value in after.items()}
+    if rise["num_drafts"] <= 0 or rise.get("num_draft_tokens", 0) <= 0:
         return {}
-    accepted = rise.get("num_accepted_tokens", 0.0)
-    per_position: dict[int, float] = {}
-    for key, value in rise.items():
-        name, _, position = key.partition("/")
-        if name == "num_accepted_tokens_per_pos" and position.isdigit():
-            per_position[int(position)] = value / drafts
-    return {
-        "spec_decode_acceptance_rate": accepted / drafted * 100,
-        "spec_decode_acceptance_length": 1 + accepted / drafts,
-        "spec_decode_num_drafts": int(drafts),
-        "spec_decode_draft_tokens": int(drafted),
-        "spec_decode_accepted_tokens": int(accepted),
-        "spec_decode_per_position_acceptance_rates": [
-            rate for _, rate in sorted(per_position.items())
-        ],
+    accepted = {
+        int(position): value
+        for (name, _, position), value in ((key.partition("/"), n) for key, n in rise.items())
+        if name == "num_accepted_tokens_per_pos" and position.isdigit()
     }
+    return draft_metrics(
+        {
+            "num_verify_windows": rise["num_drafts"],
+            "num_draft_tokens": rise["num_draft_tokens"],
+            "num_accepted_tokens": rise.get("num_accepted_tokens", 0),
+            "accepted_per_position": [value for _, value in sorted(accepted.items())],
+        }
+    )
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Formats a result as vLLM does."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
-
-    def row(name: str, value: float | None) -> None:
-        if value is not None:
-            shown = f"{value:<10.2f}" if isinstance(value, float) else f"{value:<10}"
-            lines.append(f"{name:<40} {shown}")
-
-    row("Successful requests:", result["completed"])
-    row("Failed requests:", result["failed"])
-    row("Maximum request concurrency:", result["max_concurrency"])
-    if result["request_rate"] != "inf":
-        row("Request rate configured (RPS):", float(result["request_rate"]))
-    row("Benchmark duration (s):", result["duration"])
-    row("Total input tokens:", result["total_input_tokens"])
-    row("Total generated tokens:", result["total_output_tokens"])
-    row("Request throughput (req/s):", result["request_throughput"])
-    row("Request goodput (req/s):", result["request_goodput"])
-    row("Output token throughput (tok/s):", result["output_throughput"])
-    row("Peak output token throughput (tok/s):", float(result["max_output_tokens_per_s"]))
-    row("Peak concurrent requests:", float(result["max_concurrent_requests"]))
-    row("Total token throughput (tok/s):", result["total_token_throughput"])
+    rate, peak = result["request_rate"], float(result["max_concurrent_requests"])
+    shown = {"request_rate": None if rate == "inf" else rate, "max_concurrent_requests": peak}
+    lines += _lines({**result, **shown}, _LOAD)
     for key, short, title in _TIMES:
         lines.append(title.center(_WIDTH, "-"))
-        for statistic in ("mean", "median", "p99"):
-            shown = statistic.capitalize()
-            row(f"{shown} {short} (ms):", float(result[f"{statistic}_{key}_ms"]))
+        rows = [(name, f"{name}_{key}_ms") for name in ("mean", "median", "p99")]
+        lines += _lines(result, [(f"{name.capitalize()} {short} (ms):", key) for name, key in rows])
     if "spec_decode_acceptance_rate" in result:
         lines.append("Speculative Decoding".center(_WIDTH, "-"))
-        row("Acceptance rate (%):", result["spec_decode_acceptance_rate"])
-        row("Acceptance length:", result["spec_decode_acceptance_length"])
-        row("Drafts:", result["spec_decode_num_drafts"])
-        row("Draft tokens:", result["spec_decode_draft_tokens"])
-        row("Accepted tokens:", result["spec_decode_accepted_tokens"])
-        lines.append("Per-position acceptance (%):")
-        for position, rate in enumerate(result["spec_decode_per_position_acceptance_rates"]):
-            row(f"  Position {position}:", rate * 100)
+        lines += [*_lines(result, _DRAFTS), "Per-position acceptance (%):"]
+        rates = result["spec_decode_per_position_acceptance_rates"]
+        lines += [_line(f"  Position {at}:", rate * 100) for at, rate in enumerate(rates)]
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
 
 
-def _gaps(answer: Answer) -> list[float]:
-    return [later - earlier for earlier, later in itertools.pairwise(answer.token_times_s)]
+def _lines(result: Mapping[str, Any], rows: Sequence[tuple[str, str]]) -> list[str]:
+    """The lines of figures that exist."""
+    return [_line(name, result[key]) for name, key in rows if result[key] is not None]
 
 
-def _series(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    return {
-        "ttft": [answer.ttft_s for answer in answers],
-        "tpot": [answer.tpot_s for answer in answers if answer.tpot_s is not None],
-        "itl": [gap for answer in answers for gap in _gaps(answer)],
-        "e2el": [answer.latency_s for answer in answers],
-    }
+def _line(name: str, value: float) -> str:
+    shown = f"{value:<10.2f}" if isinstance(value, float) else f"{value:<10}"
+    return f"{name:<40} {shown}"
 
 
 def _meets(answer: Answer, goals_ms: Mapping[str, float]) -> bool:
-    times = {"ttft": answer.ttft_s, "tpot": answer.tpot_s or 0.0, "e2el": answer.latency_s}
+    times = {"ttft": answer.ttft_s, "tpot": answer.tpot_s or 0.0, "e2el": answer.e2el_s}
     return all(times[name] * 1e3 <= goal for name, goal in goals_ms.items())
 
 
@@ -184,14 +161,14 @@ def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
     """
     if not answers:
         return 0.0, 0
-    start = min(answer.started_s for answer in answers)
+    start = min(answer.sent_s for answer in answers)
     tokens: collections.Counter[int] = collections.Counter()
     open_in: collections.Counter[int] = collections.Counter()
     for answer in answers:
         share = answer.num_output_tokens / len(answer.token_times_s)
         for moment in answer.token_times_s:
             tokens[int(moment - start)] += share  # type: ignore[assignment]
-        first, last = int(answer.started_s - start), int(answer.token_times_s[-1] - start)
+        first, last = int(answer.sent_s - start), int(answer.ended_s - start)
         for second in range(first, last + 1):
             open_in[second] += 1
     return float(max(tokens.values())), max(open_in.values())
