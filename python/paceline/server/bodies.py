@@ -10,7 +10,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
-from paceline.checks import check_text, did_you_mean, shorten
+from paceline.checks import check_int, check_text, did_you_mean, shorten
 from paceline.limits import MAX_LOGIT_BIAS
 from paceline.server.admission import MAX_SHORT_BODY, BodyBytes, HeldBytes
 from paceline.server.errors import ApiError, refusal
@@ -206,6 +206,11 @@ class Fields:
         value = self._given.pop(name, None)
         return None if value is None else check_text(name, value)
 
+    def take_int(self, name: str, low: int, high: int) -> int | None:
+        """Takes an integer from `low` to `high`; None if it is absent."""
+        value = self._given.pop(name, None)
+        return None if value is None else check_int(name, value, low, high)
+
     def take_object(self, name: str) -> dict[str, Any] | None:
         """Takes an object; None if it is absent."""
         value = self._given.pop(name, None)
@@ -262,6 +267,20 @@ class Fields:
             # `1 == True`, but they are different values of JSON.
             if not any(value == one and type(value) is type(one) for one in neutral):
                 raise refusal(f"{name} is not supported: {advice}", name)
+
+
+@contextlib.contextmanager
+def object_of(
+    fields: Fields,
+    name: str,
+    allowed: Collection[str],
+    refused: Mapping[str, tuple[str, tuple[Any, ...]]] | None = None,
+) -> Iterator[Fields]:
+    """Takes an object, whose members are all taken in the block; for the rest see `finish`."""
+    inner = Fields(fields.take_object(name) or {})
+    with inside(name):
+        yield inner
+        inner.finish(allowed, refused or {})
 
 
 @contextlib.contextmanager

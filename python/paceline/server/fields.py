@@ -14,7 +14,7 @@ from paceline.checks import check_int, shorten
 from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from paceline.prompts import check_cache_salt
 from paceline.sampling import SamplingParams
-from paceline.server.bodies import Fields, inside
+from paceline.server.bodies import Fields, object_of
 from paceline.server.errors import refusal
 from paceline.server.field_schemas import (
     CHAT_FIELDS,
@@ -147,9 +147,7 @@ def read_completion(
     fields = Fields(given)
     check_model(fields.take_text("model"))
     prompts = _prompts(fields.take("prompt"))
-    num_logprobs = fields.take("logprobs")
-    if num_logprobs is not None:
-        num_logprobs = check_int("logprobs", num_logprobs, 0, MAX_LOGPROBS)
+    num_logprobs = fields.take_int("logprobs", 0, MAX_LOGPROBS)
     echoes = fields.take_bool("echo")
     num_of_prompt = fields.take("prompt_logprobs")
     if echoes and num_of_prompt is None:
@@ -201,14 +199,12 @@ def read_chat(
         fields, default, take_structured(fields), calls, text_format, arguments
     )
     wants_logprobs = fields.take_bool("logprobs")
-    num_logprobs = fields.take("top_logprobs")
-    if num_logprobs is not None:
-        num_logprobs = check_int("top_logprobs", num_logprobs, 0, MAX_LOGPROBS)
-        if num_logprobs > 0 and not wants_logprobs:
-            raise refusal(
-                f"top_logprobs is {num_logprobs}, but logprobs is not true; allowed: both, or none",
-                "top_logprobs",
-            )
+    num_logprobs = fields.take_int("top_logprobs", 0, MAX_LOGPROBS)
+    if num_logprobs and not wants_logprobs:
+        raise refusal(
+            f"top_logprobs is {num_logprobs}, but logprobs is not true; allowed: both, or none",
+            "top_logprobs",
+        )
     most = fields.take("max_completion_tokens")
     if most is not None:
         given_most = fields.take("max_tokens")
@@ -406,20 +402,17 @@ def _wishes(
         raise refusal(
             "prompt_logprobs is given and stream is true; allowed: one of them", "prompt_logprobs"
         )
-    options = fields.take_object("stream_options")
-    if options is not None and not is_streamed:
+    if fields.peek("stream_options") is not None and not is_streamed:
+        fields.take_object("stream_options")
         raise refusal(
             "stream_options is given, but stream is not true; allowed: both, or none",
             "stream_options",
         )
-    shown = Fields(options or {})
-    with inside("stream_options"):
+    padding = {"include_obfuscation": ("events are sent without padding; leave it out", (False,))}
+    names = ("include_usage", "continuous_usage_stats")
+    with object_of(fields, "stream_options", names, padding) as shown:
         has_continuous_usage = shown.take_bool("continuous_usage_stats")
         includes_usage = shown.take_bool("include_usage")
-        shown.finish(
-            ("include_usage", "continuous_usage_stats"),
-            {"include_obfuscation": ("events are sent without padding; leave it out", (False,))},
-        )
     take_no_effect(fields)
     best = fields.take("best_of")
     if best is not None and check_int("best_of", best, 1, MAX_INT) != params.n:
@@ -443,13 +436,9 @@ def _wishes(
 
 def take_speculative(fields: Fields) -> int | None:
     """Takes how many drafts a request has at most; None = as many as the engine makes."""
-    given = Fields(fields.take_object("speculative") or {})
-    with inside("speculative"):
+    with object_of(fields, "speculative", ("enabled", "num_speculative_tokens")) as given:
         is_enabled = given.take_bool("enabled", True)
-        most = given.take("num_speculative_tokens")
-        if most is not None:
-            most = check_int("num_speculative_tokens", most, 0, MAX_SPECULATIVE_TOKENS)
-        given.finish(("enabled", "num_speculative_tokens"), {})
+        most = given.take_int("num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
     return most if is_enabled else 0
 
 

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any, Final, NamedTuple
 
-from paceline.checks import check_int, check_text, shorten
+from paceline.checks import check_text, shorten
 from paceline.limits import MAX_INT
 from paceline.sampling import SamplingParams
-from paceline.server.bodies import Fields, inside
+from paceline.server.bodies import Fields, object_of
 from paceline.server.errors import refusal
 from paceline.server.field_schemas import COUNT_FIELDS, MESSAGE_FIELDS, SINGLE_SAMPLING
 from paceline.server.fields import (
@@ -69,10 +69,10 @@ def read_message(
     """Reads the body of a request to /v1/messages; see `fields.read_chat`."""
     fields = Fields(given)
     prompt = _take_prompt(fields, check_model, text_format, thinking)
-    most = fields.take("max_tokens")
+    most = fields.take_int("max_tokens", 1, MAX_INT)
     if most is None:
         raise refusal("max_tokens is missing; allowed: an integer of at least 1", "max_tokens")
-    default = dataclasses.replace(default, max_tokens=check_int("max_tokens", most, 1, MAX_INT))
+    default = dataclasses.replace(default, max_tokens=most)
     make_parser, default = message_form(
         fields, default, prompt.structured, prompt.calls, text_format, prompt.arguments
     )
@@ -117,10 +117,8 @@ def _take_prompt(
         messages.insert(0, {"role": "system", "content": _text("system", system, "system")})
     _make_tools_of_chats(fields)
     tools, calls = take_tools(fields, text_format)
-    output = Fields(fields.take_object("output_config") or {})
-    with inside("output_config"):
+    with object_of(fields, "output_config", ("effort", "format")) as output:
         effort, form = output.take("effort"), output.take("format")
-        output.finish(("effort", "format"), {})
     structured = None if form is None else params_of_format("output_config.format", form)
     variables = fields.take_object("chat_template_kwargs")
     is_on = _take_thinking(fields)
@@ -152,10 +150,8 @@ def _take_stops(fields: Fields) -> list[Any]:
 
 
 def _take_no_effect(fields: Fields) -> None:
-    metadata = Fields(fields.take_object("metadata") or {})
-    with inside("metadata"):
+    with object_of(fields, "metadata", ("user_id",)) as metadata:
         metadata.take_text("user_id")
-        metadata.finish(("user_id",), {})
     tier = fields.take("service_tier")
     if tier is not None and tier not in _TIERS:
         raise refusal(
@@ -165,25 +161,18 @@ def _take_no_effect(fields: Fields) -> None:
 
 def _take_thinking(fields: Fields) -> bool | None:
     """Takes whether the model is to think; None = as it does by itself."""
-    given = fields.take_object("thinking")
+    given = fields.peek("thinking")
+    display = {"display": ("thinking is sent in any case", ("summarized",))}
+    with object_of(fields, "thinking", ("type", "budget_tokens"), display) as inner:
+        kind = inner.take("type")
+        inner.take_int("budget_tokens", 1, MAX_INT)  # no effect: max_tokens limits the output
     if given is None:
         return None
-    kind = given.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise refusal(
             f"thinking is {shorten(given)}; allowed: an object of type 'enabled', 'disabled' or "
             "'adaptive'",
             "thinking",
-        )
-    inner = Fields(given)
-    with inside("thinking"):
-        inner.take("type")
-        budget = inner.take("budget_tokens")
-        if budget is not None:  # no effect: max_tokens limits all of the output
-            check_int("budget_tokens", budget, 1, MAX_INT)
-        inner.finish(
-            ("type", "budget_tokens"),
-            {"display": ("thinking is sent in any case", ("summarized",))},
         )
     return None if kind == "adaptive" else kind == "enabled"
 
@@ -196,16 +185,14 @@ def _make_tools_of_chats(fields: Fields) -> None:
     tools = fields.peek("tools")
     if isinstance(tools, list):
         fields.replace("tools", [_chat_tool(index, tool) for index, tool in enumerate(tools)])
-    choice = fields.take_object("tool_choice")
+    choice = fields.peek("tool_choice")
     if choice is None:
         return
-    kind = choice.get("type")
-    inner = Fields(choice)
-    with inside("tool_choice"):
-        inner.take("type")
+    names = ("type", "name", "disable_parallel_tool_use")
+    with object_of(fields, "tool_choice", names) as inner:
+        kind = inner.take("type")
         name = inner.take_text("name")
         is_single = inner.take_bool("disable_parallel_tool_use")
-        inner.finish(("type", "name", "disable_parallel_tool_use"), {})
     made: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
     if kind == "tool":
         made = {"type": "function", "function": {"name": name}}

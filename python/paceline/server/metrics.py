@@ -32,6 +32,7 @@ _SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
 )
+_Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Times:
@@ -128,7 +129,7 @@ class _Families:
 
     def add(
         self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        kind: type[_Family],
         name: str,
         text: str,
         values: float | Iterable[tuple[Mapping[str, str], float]],
@@ -205,93 +206,79 @@ class _Made(Collector):
         return self._made
 
 
+_COUNTER: Final = CounterMetricFamily
+_GAUGE: Final = GaugeMetricFamily
+# Of an engine: the name, the key of its statistics, vLLM's name, and the text.
+_ENGINE: Final[tuple[tuple[type[_Family], str, str, str | None, str], ...]] = (
+    (_COUNTER, "prompt_tokens", "num_prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
+    (
+        *(_COUNTER, "cached_prompt_tokens", "num_shared_tokens", None),
+        "Prompt tokens whose KV was taken over instead of being computed.",
+    ),
+    (
+        *(_COUNTER, "prefix_cache_queries", "num_prefix_query_tokens", "prefix_cache_queries"),
+        "Prompt tokens that the prefix cache was asked for.",
+    ),
+    (
+        *(_COUNTER, "prefix_cache_hits", "num_prefix_hit_tokens", "prefix_cache_hits"),
+        "Prompt tokens that the prefix cache had.",
+    ),
+    (_COUNTER, "generation_tokens", "num_emitted_tokens", "generation_tokens", "Tokens delivered."),
+    (_COUNTER, "iterations", "num_iterations", None, "Iterations."),
+    (_COUNTER, "preemptions", "num_preemptions", "num_preemptions", "Preemptions."),
+    (_COUNTER, "outputs_failed", "num_failed", None, "Outputs that ended with an error."),
+    (_COUNTER, "outputs_cancelled", "num_cancelled", None, "Outputs that were cancelled."),
+    (_GAUGE, "outputs_running", "num_running", "num_requests_running", "Outputs that run."),
+    (_GAUGE, "outputs_waiting", "num_waiting", "num_requests_waiting", "Outputs that wait."),
+    (_GAUGE, "uptime_seconds", "uptime_s", None, "Since the engine started."),
+)
+_GROUP: Final[tuple[tuple[type[_Family], str, str], ...]] = (
+    (_GAUGE, "held", "Blocks of a KV group that outputs hold."),
+    (_GAUGE, "quarantined", "Blocks of a KV group that wait for iterations in flight."),
+    (_GAUGE, "cached", "Blocks of a KV group that no output holds, in the prefix cache."),
+    (_GAUGE, "max", "Blocks of a KV group if it had the whole pool."),
+    (_COUNTER, "hit", "Blocks of a KV group taken over from the prefix cache."),
+    (_COUNTER, "evicted", "Cached blocks of a KV group that made room for others."),
+)
+# Of drafts: the name, which is also vLLM's, the key, and the text.
+_DRAFTS: Final = (
+    ("num_drafts", "num_verify_windows", "Iterations of outputs with drafts."),
+    ("num_draft_tokens", "num_draft_tokens", "Drafts verified."),
+    ("num_accepted_tokens", "num_accepted_tokens", "Drafts accepted."),
+    ("num_draft_tokens_per_pos", "drafted_per_position", "Drafts verified, by position."),
+    ("num_accepted_tokens_per_pos", "accepted_per_position", "Drafts accepted, by position."),
+)
+
+
 def _add_engine(
     families: _Families, engine: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    counter, gauge = CounterMetricFamily, GaugeMetricFamily
-    for name, key, text, vllm in (
-        ("prompt_tokens", "num_prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
-        (
-            "cached_prompt_tokens",
-            "num_shared_tokens",
-            "Prompt tokens whose KV was taken over instead of being computed.",
-            None,
-        ),
-        (
-            "prefix_cache_queries",
-            "num_prefix_query_tokens",
-            "Prompt tokens that the prefix cache was asked for.",
-            "prefix_cache_queries",
-        ),
-        (
-            "prefix_cache_hits",
-            "num_prefix_hit_tokens",
-            "Prompt tokens that the prefix cache had.",
-            "prefix_cache_hits",
-        ),
-        ("generation_tokens", "num_emitted_tokens", "Tokens delivered.", "generation_tokens"),
-        ("iterations", "num_iterations", "Iterations.", None),
-        ("preemptions", "num_preemptions", "Preemptions.", "num_preemptions"),
-        ("outputs_failed", "num_failed", "Outputs that ended with an error.", None),
-        ("outputs_cancelled", "num_cancelled", "Outputs that were cancelled.", None),
-    ):
-        families.add(counter, name, text, engine[key], vllm)
-    families.add(
-        gauge, "outputs_running", "Outputs that run.", engine["num_running"], "num_requests_running"
-    )
-    families.add(
-        gauge,
-        "outputs_waiting",
-        "Outputs that wait.",
-        engine["num_waiting"],
-        "num_requests_waiting",
-    )
+    for kind, name, key, vllm, text in _ENGINE:
+        families.add(kind, name, text, engine[key], vllm)
     slabs = engine["kv_num_slabs"]
     used = (slabs - engine["kv_free_slabs"]) / slabs if slabs else 0.0
     families.add(
-        gauge, "kv_cache_usage_ratio", "Share of the KV pool in use.", used, "kv_cache_usage_perc"
+        _GAUGE, "kv_cache_usage_ratio", "Share of the KV pool in use.", used, "kv_cache_usage_perc"
     )
-    named = [
-        (
-            {
-                "group": str(i),
-                "owner": name["owner"],
-                "kind": name["kind"],
-                "window": str(name["window"]),
-            },
-            group,
-        )
-        for i, (name, group) in enumerate(zip(groups, engine["kv_groups"], strict=True))
-    ]
-    for kind, what, text in (
-        (gauge, "held", "Blocks of a KV group that outputs hold."),
-        (gauge, "quarantined", "Blocks of a KV group that wait for iterations in flight."),
-        (gauge, "cached", "Blocks of a KV group that no output holds, in the prefix cache."),
-        (gauge, "max", "Blocks of a KV group if it had the whole pool."),
-        (counter, "hit", "Blocks of a KV group taken over from the prefix cache."),
-        (counter, "evicted", "Cached blocks of a KV group that made room for others."),
-    ):
-        counts = [(labels, group[f"{what}_blocks"]) for labels, group in named]
+    for kind, what, text in _GROUP:
+        counts = [
+            (
+                {"group": str(i), **{key: str(name[key]) for key in ("owner", "kind", "window")}},
+                group[f"{what}_blocks"],
+            )
+            for i, (name, group) in enumerate(zip(groups, engine["kv_groups"], strict=True))
+        ]
         families.add(kind, f"kv_group_{what}_blocks", text, counts)
-    families.add(gauge, "uptime_seconds", "Since the engine started.", engine["uptime_s"])
-    families.add(gauge, "info", "The version.", [({"version": paceline.__version__}, 1)])
+    families.add(_GAUGE, "info", "The version.", [({"version": paceline.__version__}, 1)])
 
 
 def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
-    for name, key, text in (
-        ("num_drafts", "num_verify_windows", "Iterations of outputs with drafts."),
-        ("num_draft_tokens", "num_draft_tokens", "Drafts verified."),
-        ("num_accepted_tokens", "num_accepted_tokens", "Drafts accepted."),
-    ):
+    for name, key, text in _DRAFTS:
+        values = engine[key]
+        if not isinstance(values, int):
+            values = [({"position": str(i)}, count) for i, count in enumerate(values)]
         full = f"spec_decode_{name}"
-        families.add(CounterMetricFamily, full, text, engine[key], full)
-    for name, key, text in (
-        ("num_draft_tokens_per_pos", "drafted_per_position", "Drafts verified, by position."),
-        ("num_accepted_tokens_per_pos", "accepted_per_position", "Drafts accepted, by position."),
-    ):
-        full = f"spec_decode_{name}"
-        counts = [({"position": str(i)}, count) for i, count in enumerate(engine[key])]
-        families.add(CounterMetricFamily, full, text, counts, full)
+        families.add(_COUNTER, full, text, values, full)
     for name, text, key, scale in (
         ("iterations", "Iterations, by the number of drafts.", "num_iterations", 1),
         ("device_seconds", "Time of the device for them.", "us", 1e-6),
@@ -300,15 +287,15 @@ def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
         counts = [
             ({"num_drafts": str(of["num_drafts"])}, of[key] * scale) for of in engine["drafts"]
         ]
-        families.add(CounterMetricFamily, full, text, counts)
+        families.add(_COUNTER, full, text, counts)
 
 
 def _add_replicas(families: _Families, replicas: RemoteExecutor) -> None:
     states = replicas.replica_states()
     for kind, name, text, value in (
-        (GaugeMetricFamily, "replica_up", "Whether a replica takes requests.", _is_up),
-        (GaugeMetricFamily, "replica_outputs", "Outputs that a replica holds.", "num_outputs"),
-        (CounterMetricFamily, "replica_restarts", "Starts after the first.", "num_restarts"),
+        (_GAUGE, "replica_up", "Whether a replica takes requests.", _is_up),
+        (_GAUGE, "replica_outputs", "Outputs that a replica holds.", "num_outputs"),
+        (_COUNTER, "replica_restarts", "Starts after the first.", "num_restarts"),
     ):
         counts = [
             ({"replica": one["replica"]}, value(one) if callable(value) else one[value])
@@ -319,7 +306,7 @@ def _add_replicas(families: _Families, replicas: RemoteExecutor) -> None:
         ("outputs_resumed", "Outputs that went on, on another replica.", "num_resumed"),
         ("outputs_retried", "Outputs that began again, on another replica.", "num_retried"),
     ):
-        families.add(CounterMetricFamily, name, text, getattr(replicas.ledger, count))
+        families.add(_COUNTER, name, text, getattr(replicas.ledger, count))
 
 
 def _is_up(state: Mapping[str, Any]) -> int:
@@ -327,16 +314,16 @@ def _is_up(state: Mapping[str, Any]) -> int:
 
 
 def _add_requests(families: _Families, figures: RequestFigures, num_open: int) -> None:
-    families.add(GaugeMetricFamily, "outputs_open", "Outputs that the server holds.", num_open)
+    families.add(_GAUGE, "outputs_open", "Outputs that the server holds.", num_open)
     families.add(
-        CounterMetricFamily,
+        _COUNTER,
         "outputs_finished",
         "Outputs of requests to the server that have ended, by reason.",
         [({"finished_reason": key}, count) for key, count in figures.num_finished.items()],
         "request_success",
     )
     families.add(
-        CounterMetricFamily,
+        _COUNTER,
         "http_responses",
         "Responses, by route and status.",
         [
@@ -344,30 +331,11 @@ def _add_requests(families: _Families, figures: RequestFigures, num_open: int) -
             for (route, status), count in figures.num_responses.items()
         ],
     )
-    for name, times, text, vllm in (
-        (
-            "time_to_first_token_seconds",
-            figures.first_token,
-            "From queueing to the first token.",
-            "time_to_first_token_seconds",
-        ),
-        (
-            "inter_token_latency_seconds",
-            figures.inter_token,
-            "Between two chunks of an output.",
-            "inter_token_latency_seconds",
-        ),
-        (
-            "time_per_output_token_seconds",
-            figures.per_token,
-            "Mean of a request, after its first chunk.",
-            "request_time_per_output_token_seconds",
-        ),
-        (
-            "e2e_request_latency_seconds",
-            figures.whole,
-            "From queueing to the end.",
-            "e2e_request_latency_seconds",
-        ),
+    for name, times, text in (
+        ("time_to_first_token", figures.first_token, "From queueing to the first token."),
+        ("inter_token_latency", figures.inter_token, "Between two chunks of an output."),
+        ("time_per_output_token", figures.per_token, "Mean of a request, after its first chunk."),
+        ("e2e_request_latency", figures.whole, "From queueing to the end."),
     ):
-        families.add_times(name, text, times, vllm)
+        of_request = "request_" if times is figures.per_token else ""
+        families.add_times(f"{name}_seconds", text, times, f"{of_request}{name}_seconds")

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
-from paceline.checks import check_int, check_text, shorten
+from paceline.checks import check_text, shorten
 from paceline.limits import MAX_INT
 from paceline.sampling import SamplingParams
-from paceline.server.bodies import Fields, inside
+from paceline.server.bodies import Fields, object_of
 from paceline.server.errors import refusal
 from paceline.server.field_schemas import RESPONSE_FIELDS, ROLES, SINGLE_SAMPLING
 from paceline.server.fields import (
@@ -65,12 +65,13 @@ def read_response(
     shown_choice = fields.peek("tool_choice") or "auto"
     tools, calls = take_tools(fields, text_format)
     structured = take_structured(fields, GUIDED_FIELDS)
-    text = Fields(fields.take_object("text") or {})
-    output_format = text.take("format")
-    with inside("text"):
+    with object_of(fields, "text", ("format", "verbosity")) as text:
+        output_format = text.take("format")
         take_no_effect(text, ("verbosity",))
-        text.finish(("format", "verbosity"), {})
-    effort = _take_effort(fields)
+    summary = ("the reasoning itself is in the response; leave it out", ("auto",))
+    summaries = {"summary": summary, "generate_summary": summary}
+    with object_of(fields, "reasoning", ("effort",), summaries) as reasoning:
+        effort = reasoning.take("effort")
     if output_format is not None and structured is None:
         structured = params_of_format("text.format", output_format)
     elif output_format is not None:
@@ -84,9 +85,8 @@ def read_response(
         "tools": tools,
     }
     make_parser, default = message_form(fields, default, structured, calls, text_format, arguments)
-    most = fields.take("max_output_tokens")
+    most = fields.take_int("max_output_tokens", 1, MAX_INT)
     if most is not None:
-        most = check_int("max_output_tokens", most, 1, MAX_INT)
         default = dataclasses.replace(default, max_tokens=most)
     wishes = single_wishes(fields, default, SINGLE_SAMPLING)
     passive = take_no_effect(fields)
@@ -103,16 +103,6 @@ def read_response(
     }
     fields.finish(RESPONSE_FIELDS, _REFUSED)
     return ChatCall(check_conversation(messages, "input"), arguments, make_parser, wishes, shown)
-
-
-def _take_effort(fields: Fields) -> Any:
-    """Takes the effort of the object `reasoning`; None if it has none."""
-    given = Fields(fields.take_object("reasoning") or {})
-    with inside("reasoning"):
-        effort = given.take("effort")
-        summary = ("the reasoning itself is in the response; leave it out", ("auto",))
-        given.finish(("effort",), {"summary": summary, "generate_summary": summary})
-    return effort
 
 
 def _chat_tools(tools: Any) -> Any:
