@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of mkdocs: pages and sources outside of docs/ become part of the site.
+"""A hook of mkdocs: the reference, and pages and sources outside of docs/, become part of the site.
 
 Links on the pages are relative to the file in the repository, so that they work there. For the
 site, this file gives every linked file of the repository a place and rewrites the links: README.md
 is the first page, other pages outside of docs/ get a name of their own, and sources are copied.
+The pages of the reference exist on the site only: they are made of docstrings, of the comments in
+public headers and of the options of the command line.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from typing import Any, Final
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+
+import reference_cli
+import reference_headers
+import reference_markdown
+import reference_python
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -72,6 +79,13 @@ def rewrite(markdown: str, page: str) -> tuple[str, set[str]]:
     return "".join(parts), outside
 
 
+def reference() -> dict[str, str]:
+    """Makes the pages of the reference, as Markdown by name."""
+    pages = [*reference_python.pages(), *reference_cli.pages(), *reference_headers.pages()]
+    guides = [path.name for path in (ROOT / "docs").glob("*.md")]
+    return reference_markdown.write(pages, guides)
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages outside of docs/, and the sources that any page links."""
     linked: set[str] = set()
@@ -86,11 +100,13 @@ def on_files(files: Files, config: Any) -> Files:
         if (ROOT / path).is_file():  # otherwise the strict build reports the link
             content = (ROOT / path).read_bytes()
             files.append(File.generated(config, place_of(path), content=content))
+    for name, text in reference().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrites the links of pages in docs/; `on_files` has done the others."""
-    if page.file.src_uri in _REPOSITORY_PATHS:
+    if page.file.generated_by is not None:
         return markdown
     return rewrite(markdown, f"docs/{page.file.src_uri}")[0]

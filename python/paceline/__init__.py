@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from paceline.tokenizer import Tokenizer
     from paceline.weights import BusyError
 
+    # The version of the package, such as "0.1.0".
     __version__: str
 
 __all__ = [

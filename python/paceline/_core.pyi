@@ -7,11 +7,20 @@ from typing import Any, Literal, Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-class ModelFileError(ValueError): ...
-class ModelNotFoundError(ModelFileError, FileNotFoundError): ...
-class InternalError(RuntimeError): ...
-class DeviceError(RuntimeError): ...
-class OutOfMemoryError(MemoryError): ...
+class ModelFileError(ValueError):
+    """A file of a model is damaged or lacks required content; the message names it."""
+
+class ModelNotFoundError(ModelFileError, FileNotFoundError):
+    """A folder, a file or a model of the hub does not exist."""
+
+class InternalError(RuntimeError):
+    """An invariant does not hold, which is a bug in Paceline."""
+
+class DeviceError(RuntimeError):
+    """The GPU or its driver failed, or the system refused a thread. A running engine is lost."""
+
+class OutOfMemoryError(MemoryError):
+    """There is not enough memory for weights, KV pool or workspace; the message says which."""
 
 class _BuildInfo(TypedDict):
     compiler: str

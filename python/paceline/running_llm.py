@@ -116,7 +116,7 @@ class RunningLLM(RunningEngine):
 
         The checkpoint's chat template makes a prompt of each conversation: the string that
         transformers' `apply_chat_template` returns. The template writes the special tokens, so none
-        are added. It runs in a sandbox and is stopped after 10 million steps (`docs/chat.md`).
+        are added. It runs in a sandbox with limited time and memory (`docs/python-api.md`).
 
         Args:
             messages: A conversation, i.e. a list of messages {"role": ..., "content": ...}, or a

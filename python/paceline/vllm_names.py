@@ -33,7 +33,7 @@ MODULE_NAMES: Final[dict[str, dict[str, str]]] = {
         "ModelRegistry": "models are described by their `config.json`; see docs/loading.md",
         "PoolingParams": _NO_POOLING,
         "PromptType": "the name is `Prompt`",
-        "initialize_ray_cluster": "`paceline.ray` serves with Ray; see docs/ray.md",
+        "initialize_ray_cluster": "`paceline.ray` serves with Ray; see docs/replicas.md",
     },
     "paceline.sampling_params": {
         "BeamSearchParams": _NO_BEAMS,

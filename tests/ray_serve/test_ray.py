@@ -29,7 +29,7 @@ from paceline.ray.application import _Lifespan
 from running_server import open_demo
 
 ROOT = Path(__file__).parents[2]
-SERVE = "serve run examples/ray/demo.yaml"  # as docs/ray.md says
+SERVE = "serve run examples/ray/demo.yaml"  # as docs/replicas.md says
 COMPLETIONS = "/v1/completions"
 PROMPT = "def read_lines(path):"
 TIMEOUT_S = 60

@@ -50,7 +50,7 @@ struct SpeculativeOptions {
   // k, drafts per iteration: 1..16. 0 is plain decoding; with a drafter that load_model_folder has
   // read, it is the folder's default.
   int32_t num_speculative_tokens = 0;
-  AcceptMethod accept_method = AcceptMethod::kCoupled;
+  AcceptMethod accept_method = AcceptMethod::kCoupled;  // the rule that accepts drafts
   // Mean tokens per iteration, bonus token included: in [1, k+1] with kSynthetic, otherwise 0.
   double synthetic_acceptance_length = 0;
   // True: drafts are sampled at the request's temperature. False: each draft is the drafter's most
@@ -118,8 +118,8 @@ struct ExecutorOptions {
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
   // request may ask for logprobs, and no memory is reserved for them.
   int32_t max_logprobs = 0;
-  SpeculativeOptions speculative;
-  DraftDriver draft_driver = DraftDriver::kUnrolled;
+  SpeculativeOptions speculative;                     // how tokens are drafted and accepted
+  DraftDriver draft_driver = DraftDriver::kUnrolled;  // how draft steps are run
   // Seconds of work, up to 86,400, after which the engine sends the next line of figures to the log
   // sink (log.h); 0 is off.
   double log_interval_s = 10;

@@ -10,6 +10,7 @@
 
 namespace paceline {
 
+// Where weights are held and ops run; kCuda is GPU 0.
 enum class Device : uint8_t { kCpu, kCuda };
 
 // "cpu", "cuda"
@@ -26,6 +27,7 @@ struct CudaStatus {
   int32_t num_sms = 0;             // streaming multiprocessors of GPU 0
   int64_t total_bytes = 0;         // memory of GPU 0
 };
+// Asks for the state of the CUDA backend.
 [[nodiscard]] PACELINE_API CudaStatus cuda_status();
 
 // The bytes of GPU 0's memory that are free. Gives the process a CUDA context, which itself takes

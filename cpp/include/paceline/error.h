@@ -39,6 +39,7 @@ class PACELINE_API ModelFileError : public InvalidArgument {
  public:
   explicit ModelFileError(const std::string& what, bool is_missing = false)
       : InvalidArgument(what), is_missing_(is_missing) {}
+  // Whether the file does not exist.
   [[nodiscard]] bool is_missing() const { return is_missing_; }
 
  private:

@@ -60,7 +60,7 @@ struct ExecutorStats {
   int64_t num_finished = 0;
   int64_t num_failed = 0;
   int64_t num_cancelled = 0;
-  int64_t num_preemptions = 0;
+  int64_t num_preemptions = 0;    // running samples that gave their KV blocks back
   int64_t num_prompt_tokens = 0;  // prompt tokens computed, those of recomputed prompts again
   // Prompt tokens whose KV was taken over from another sample or the prefix cache instead of
   // computed.
@@ -175,6 +175,7 @@ default_kv_cache_size(const Model& target, const Model* draft, const ExecutorOpt
 // Sampling options for requests to the folder's target: the defaults, with its stop tokens.
 [[nodiscard]] PACELINE_API SamplingOptions recommended_sampling(const ModelFolder& folder);
 
+// An engine: the models, the KV pool and the thread that runs requests.
 class PACELINE_API Executor {
  public:
   // Called on the constructing thread while programs are captured: `done` of `total` are ready.
@@ -214,9 +215,13 @@ class PACELINE_API Executor {
   // rethrows the cause.
   [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
 
+  // The use of memory by purpose.
   [[nodiscard]] MemoryReport memory_report() const;
+  // What the engine has done, and its load now.
   [[nodiscard]] ExecutorStats stats() const;
+  // The time of each iteration.
   [[nodiscard]] IterationTimes iteration_times() const;
+  // Sets the counters of stats() to 0 and forgets the iteration times.
   void reset_stats();
 
   // Times the kernels of the next iteration without prefill rows, one by one, and returns the times

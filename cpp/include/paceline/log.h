@@ -11,6 +11,7 @@
 
 namespace paceline {
 
+// How serious a line is.
 enum class LogLevel : uint8_t {
   kInfo,     // facts of the start, and the figures of an interval (ExecutorOptions::log_interval_s)
   kWarning,  // requests ended with an error, the engine goes on

@@ -166,6 +166,7 @@ typedef enum paceline_finish_reason {
   PACELINE_FINISH_ERROR = 4,      // `error` of the event says what happened
 } paceline_finish_reason;
 
+// The largest number of tokens of an event.
 enum { PACELINE_MAX_EVENT_TOKENS = 32 };
 
 // What one iteration delivers to one sample of a request: the tokens that it emitted, or the end of
@@ -209,7 +210,7 @@ typedef struct paceline_engine_stats {
   int64_t num_finished;
   int64_t num_failed;
   int64_t num_cancelled;
-  int64_t num_preemptions;
+  int64_t num_preemptions;      // running samples that gave their KV blocks back
   int64_t num_prompt_tokens;    // prompt tokens computed, those of recomputed prompts again
   int64_t num_cached_tokens;    // prompt tokens whose KV was taken over instead
   int64_t num_emitted_tokens;   // tokens that events have delivered
@@ -226,10 +227,12 @@ typedef struct paceline_engine_stats {
   int64_t kv_free_bytes;  // its slabs that no KV group holds
 } paceline_engine_stats;
 
+// Fills *stats with the counters of an engine.
 PACELINE_API paceline_status paceline_stats(paceline_engine* engine, paceline_engine_stats* stats);
 
 // ---- log ---------------------------------------------------------------------------------------
 
+// How serious a line of the log is.
 typedef enum paceline_log_level {
   PACELINE_LOG_INFO = 0,     // facts of the start, and figures of an interval
   PACELINE_LOG_WARNING = 1,  // requests ended with an error, the engine goes on

@@ -13,6 +13,7 @@
 
 namespace paceline {
 
+// The name of a request, which Executor::add_request gives it.
 using RequestId = int64_t;
 
 // A number that is added to the logit of a token, before all other processing.
@@ -73,6 +74,7 @@ struct DeviceValues {
   Device device = Device::kCpu;
 };
 
+// What a caller asks of an engine.
 struct Request {
   std::vector<int32_t> prompt;  // token ids, at least one, each in [0, vocab_size)
   SamplingOptions sampling;
@@ -140,11 +142,11 @@ struct RequestEvent {
   // [prompt_len - 1][1 + prompt_logprobs], the same for the prompt's tokens from the second on. It
   // comes once, with the first token of sample 0, and is null in all other events.
   std::shared_ptr<const std::vector<std::vector<TokenLogprob>>> prompt_logprobs;
-  FinishReason finish_reason = FinishReason::kNone;
-  std::string error;             // with kError: what happened
-  int32_t num_drafted = 0;       // drafts that this iteration verified
-  int32_t num_accepted = 0;      // verified drafts that it accepted
-  SpeculationCounters counters;  // totals of the sample; in the last event only
+  FinishReason finish_reason = FinishReason::kNone;  // kNone except in the last event
+  std::string error;                                 // with kError: what happened
+  int32_t num_drafted = 0;                           // drafts that this iteration verified
+  int32_t num_accepted = 0;                          // verified drafts that it accepted
+  SpeculationCounters counters;                      // totals of the sample; in the last event only
   // Prompt tokens whose KV was taken over from the prefix cache or from another sample of the
   // request, instead of being computed, when the sample first ran; in the last event only.
   int32_t num_cached_tokens = 0;

@@ -18,6 +18,7 @@ struct BuildInfo {
   bool has_cuda = false;     // the binary contains the CUDA backend
   int32_t num_cores = 0;     // cores that this process may use
 };
+// Asks how this binary was built.
 [[nodiscard]] PACELINE_API BuildInfo build_info();
 
 // Measures the bandwidth at which num_threads threads (0 is all cores) read num_bytes again and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray Serve application; needs the extra [ray]. docs/ray.md describes it."""
+"""A Ray Serve application; needs the extra [ray]. docs/replicas.md describes it."""
 
 from paceline.ray.application import build_app
 from paceline.ray.router import PrefixRequestRouter
