@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 import tiny_models
+from bench_work import attention_flops, iteration_work, kv_bytes_read
 from paceline.bench import floor, latency, models
 from paceline.bench.costs import (
     Matrix,
     MatrixCosts,
-    attention_flops,
-    kv_bytes_read,
     matrix_costs,
 )
 from paceline.bench.workload import Workload
@@ -103,17 +102,17 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     workload = Workload(concurrency=5, input_len=20, output_len=8)
     assert workload.mean_context == 24
     attention = attention_flops(model.config, 24)
-    plain = floor.iteration_flops(model, None, 0, workload)
+    plain = iteration_work(model, None, 0, workload).flops
     assert plain == 5 * (2 * body + attention + 2 * lm_head)
     k = 3
-    speculative = floor.iteration_flops(model, model, k, workload)
+    speculative = iteration_work(model, model, k, workload).flops
     rows = 2 * (
         k + 1
     )  # target: k + 1 verified; drafter: 2 in the first pass, then 1 in each of k - 1
     assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * lm_head)
     kv = kv_bytes_read(model.config, 24, 4)
     assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
-    assert floor.iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
+    assert iteration_work(model, model, k, workload).kv_bytes == 5 * (1 + k) * kv
 
 
 class CostedModel(models.BenchModel):
@@ -140,12 +139,12 @@ def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
     workload = Workload(concurrency=5, input_len=20, output_len=8)
     drafter = {} if kind == "draft_model" else {"drafter": {"kind": kind}}
     draft = CostedModel("draft", replace(model.loaded, config=model.config | drafter))
-    alone = floor.iteration_flops(model, None, 3, workload)
-    added = floor.iteration_flops(model, draft, 3, workload) - alone
+    alone = iteration_work(model, None, 3, workload).flops
+    added = iteration_work(model, draft, 3, workload).flops - alone
     row = 2 * 700 + attention_flops(model.config, 24)
     assert added == 5 * (num_rows * row + 3 * 2 * 300)
     # Prompt lookup verifies and computes nothing else.
-    assert alone == 4 * floor.iteration_flops(model, None, 0, workload)
+    assert alone == 4 * iteration_work(model, None, 0, workload).flops
 
 
 @pytest.mark.parametrize(("anchors", "num_rows"), [(True, 3), (False, 4)])
@@ -171,16 +170,16 @@ def test_passes_of_a_block_drafter(config_dir: Path, anchors: bool, num_rows: in
     attention = model.config["layers"][0]["attention"]
     kv_heads = 2 * attention["num_kv_heads"]
     kv = 600 * kv_heads / (attention["num_qo_heads"] + kv_heads)
-    num_bytes = floor.iteration_draft_bytes(draft, None, 3)
+    num_bytes = floor.work_of(floor._block_products(draft, None, 4, 3)).weight_bytes
     assert num_bytes == int(800 + kv + 600 + 400 + 200 + 3 * 100)
     flops = (
         4 * (800 + kv)
         + num_rows * (600 + 400 + attention_flops(model.config, 24))
         + 3 * (200 + 100)
     )
-    alone = floor.iteration_flops(model, None, 3, workload)
-    assert floor.iteration_flops(model, draft, 3, workload) - alone == int(5 * flops)
-    assert floor.iteration_draft_bytes(draft, None, 0) == 0
+    alone = iteration_work(model, None, 3, workload).flops
+    assert iteration_work(model, draft, 3, workload).flops - alone == int(5 * flops)
+    assert iteration_work(model, draft, 0, workload) == iteration_work(model, None, 0, workload)
     # The floor has the same passes: the target's, and the three parts of the draft.
     [row] = latency.measure(model, None, None, [replace(workload, output_len=4)], rounds=1)
     row = replace(row, num_draft_tokens=3, workload=workload)
@@ -191,8 +190,8 @@ def test_passes_of_a_block_drafter(config_dir: Path, anchors: bool, num_rows: in
     ]  # fmt: skip
     assert sum(op.flops for ops in parts for op in ops) == 5 * flops
     kv_bytes = sum(op.num_bytes for op in parts[1] if "attention" in op.name)
-    one = floor.iteration_kv_bytes(model, None, 3, workload)
-    assert floor.iteration_kv_bytes(model, draft, 3, workload) - one == kv_bytes == one
+    one = iteration_work(model, None, 3, workload).kv_bytes
+    assert iteration_work(model, draft, 3, workload).kv_bytes - one == kv_bytes == one
     adaptive = replace(row, may_stop_early=True, is_adaptive=True)
     assert len(floor._passes(model, draft, adaptive)) == 1
     prompts = floor._prompt_passes(model, draft, row)

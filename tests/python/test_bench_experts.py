@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import tiny_models
+from bench_work import kv_bytes_read
 from paceline import _core, cli
 from paceline.bench import floor, latency, models
-from paceline.bench.costs import kv_bytes_read
 from paceline.bench.workload import Speculation, Workload
 from tiny_models import TinySpec
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import tiny_models
+from bench_work import iteration_work, kv_bytes_read
 from paceline import _core, cli
-from paceline.bench import costs, floor, latency, models
+from paceline.bench import floor, latency, models
 from paceline.bench.workload import Workload
 
 
@@ -50,13 +51,13 @@ def measured(config_dir: Path, **changes: Any) -> tuple[models.BenchModel, laten
 
 def test_the_passes_add_up(config_dir: Path) -> None:
     model, row = measured(config_dir, iteration_ms=10.0, num_draft_tokens=3)
-    one_pass = model.costs.all_bytes + costs.kv_bytes_read(model.config, 6, 4)
+    one_pass = model.costs.all_bytes + kv_bytes_read(model.config, 6, 4)
     plain = floor.with_floor(row, model, None, FixedSpeed(1e9))
     assert plain.floor_ms == pytest.approx(one_pass / 1e9 * 1e3)
     assert plain.floor_share == pytest.approx(one_pass / 1e9 * 1e2)
     # The drafter reads its bytes in each of its passes, from where they fit.
     small = replace(model, loaded=replace(model.loaded, config=model.config | {"vocab_size": 1}))
-    draft_pass = small.costs.all_bytes + costs.kv_bytes_read(model.config, 6, 4)
+    draft_pass = small.costs.all_bytes + kv_bytes_read(model.config, 6, 4)
     assert draft_pass < one_pass
     cached = FixedSpeed(1e9, cache_bytes=int(draft_pass))
     drafted = floor.with_floor(row, model, small, cached)
@@ -95,13 +96,13 @@ def test_a_pass_takes_the_longer_of_reading_and_computing(config_dir: Path) -> N
     k, work = 3, Workload(5, 4, 4)
     model, row = measured(config_dir, iteration_ms=10.0, num_draft_tokens=k, workload=work)
     computing = floor.with_floor(row, model, model, FixedSpeed(1e30, rate=1e9))
-    flops = floor.iteration_flops(model, model, k, work)
+    flops = iteration_work(model, model, k, work).flops
     assert computing.floor_ms == pytest.approx(flops / 1e9 * 1e3)
     # The target's four rows take longer than reading, the drafter's single rows do not.
-    target = floor.iteration_flops(model, None, k, work)
-    one_row = floor.iteration_flops(model, None, 0, work)
+    target = iteration_work(model, None, k, work).flops
+    one_row = iteration_work(model, None, 0, work).flops
     first = 2 * one_row - 5 * 2 * model.costs.logit_parameters
-    one_pass = model.costs.all_bytes + int(5 * costs.kv_bytes_read(model.config, 6, 4))
+    one_pass = model.costs.all_bytes + int(5 * kv_bytes_read(model.config, 6, 4))
     rate, limit = 1e9, first / 1e9 * 1.01
     mixed = floor.with_floor(row, model, model, FixedSpeed(one_pass / limit, rate=rate))
     assert mixed.floor_ms == pytest.approx((target / rate + k * limit) * 1e3)
@@ -114,14 +115,14 @@ def test_a_pass_takes_the_longer_of_reading_and_computing(config_dir: Path) -> N
 
 def test_a_gpu_also_computes(config_dir: Path) -> None:
     model, row = measured(config_dir, iteration_ms=10.0)
-    flops = floor.iteration_flops(model, None, 0, row.workload)
+    flops = iteration_work(model, None, 0, row.workload).flops
 
     class OnGpu:
         device, weight_dtype = "cuda", "bfloat16"
 
     loaded = replace(model.loaded, model=OnGpu())  # type: ignore[arg-type]
     gpu = replace(model, loaded=loaded)
-    num_bytes = gpu.costs.all_bytes + costs.kv_bytes_read(gpu.config, 6, 2)
+    num_bytes = gpu.costs.all_bytes + kv_bytes_read(gpu.config, 6, 2)
     fast = floor.with_floor(row, gpu, None, FixedSpeed(1e30))
     assert fast.floor_ms == pytest.approx(flops / 790e12 * 1e3)
     slow = floor.with_floor(row, gpu, None, FixedSpeed(num_bytes / 10e-3))

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench_work import kv_bytes_read
 from errors import raises
 from paceline.bench import floor, models
-from paceline.bench.costs import kv_bytes_read, matrix_costs
+from paceline.bench.costs import matrix_costs
 from paceline.cli import main
 from paceline.loader import decoder_config, drafter_config, families, open_checkpoint
 from paceline.loader.drafters import Target
@@ -182,7 +183,8 @@ def test_block_drafters(
     parts = 1 if attention.get("k_eq_v") else 2
     again = 2 * len(layers) * parts * kv_heads * dim * hidden
     assert (sizes["fc"] + again) / 1e9 == pytest.approx(context, abs=5e-4)
-    read = floor.iteration_draft_bytes(Drafter(), None, k)  # type: ignore[arg-type]
+    products = floor._block_products(Drafter(), None, k + 1, k)  # type: ignore[arg-type]
+    read = floor.work_of(products).weight_bytes
     assert read == matrices + sizes["lm_head"] + k * sizes.get("markov", 0) + again
     assert sizes["lm_head"] / 1e9 == pytest.approx(head, abs=1e-3)
     assert sizes.get("markov", 0) / 1e9 == pytest.approx(chain, abs=1e-4)

@@ -22,7 +22,6 @@ from paceline.bench.latency_report import Setup, with_cells
 from paceline.bench.lengths import at_lengths
 from paceline.bench.pairs import report as pairs_report
 from paceline.bench.pairs.known import Pair
-from paceline.bench.pairs.report import PairRow
 from paceline.bench.report import GrowingTable, gpu_cells
 from paceline.bench.workload import Speculation, Workload
 from paceline.loader import decoder_config
@@ -298,10 +297,11 @@ def test_rows_of_a_gpu_have_its_clock_and_power() -> None:
     )
     assert gpu == [*cpu, "-", "-"]
     # The table of pairs has them, too.
-    pair_row = PairRow(Pair("p", "t", "d"), SpeculativeConfig.parse(DRAFTING), None, row)
-    shown = pairs_report.with_cells(pair_row.as_dict())
+    drafting = SpeculativeConfig.parse(DRAFTING)
+    pair_row = pairs_report.pair_row(Pair("p", "t", "d"), drafting, None, row)
     on_gpu, on_cpu = (pairs_report.table_of(device, 13) for device in ("cuda", "cpu"))
     names, units = on_gpu.heading()
     assert names.endswith("clock power") and units.endswith("MHz     W")
-    assert on_gpu.row(shown) == on_cpu.row(shown) + "     -     -"
+    gpu_line, cpu_line = (pairs_report.line_of(table, pair_row) for table in (on_gpu, on_cpu))
+    assert gpu_line == cpu_line + "     -     -"
     assert "clock, power" in pairs_report.legend("cuda", []) != pairs_report.legend("cpu", [])

@@ -120,25 +120,18 @@ def matrix_costs(config: Mapping[str, Any], weight_dtype: str, device: str = "cp
     )
 
 
-def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) -> float:
-    """Computes the bytes of KV that one pass reads for one sequence.
+def layer_kv_bytes(attention: Mapping[str, Any], context: float, item_bytes: int) -> float:
+    """Computes the bytes of KV that one pass reads in a layer for one sequence.
 
     Args:
-        config: A canonical description.
+        attention: Of the layer, in a canonical description.
         context: Tokens before those that are computed.
         item_bytes: Bytes per element of the cache.
 
     Returns:
-        The sum over layers of what min(context, window) tokens store, and of compressed entries:
-        those that are attended to, and the keys of the indexer for all of them.
+        The bytes of what min(context, window) tokens store, and of compressed entries: those that
+        are attended to, and the keys of the indexer for all of them.
     """
-    return sum(
-        layer_kv_bytes(layer["attention"], context, item_bytes) for layer in config["layers"]
-    )
-
-
-def layer_kv_bytes(attention: Mapping[str, Any], context: float, item_bytes: int) -> float:
-    """Computes the bytes of KV that one layer reads for one sequence; see `kv_bytes_read`."""
     elements = _visible(attention, context) * kv_elements(attention)
     elements += _attended_entries(attention, context) * attention.get("head_dim", 0)
     elements += _entries(attention, context) * attention.get("indexer", {}).get("head_dim", 0)
@@ -156,21 +149,16 @@ def kv_elements(attention: Mapping[str, Any]) -> int:
     return int(2 * attention["num_kv_heads"] * attention["head_dim"])
 
 
-def attention_flops(config: Mapping[str, Any], context: float) -> float:
-    """Counts the operations of one row's attention scores and their sums over values.
+def layer_attention_flops(attention: Mapping[str, Any], context: float) -> float:
+    """Counts the operations of one row's attention scores and their sums over values in a layer.
 
     Args:
-        config: A canonical description.
+        attention: Of the layer, in a canonical description.
         context: Tokens that the row sees without windows.
 
     Returns:
-        Multiply-adds times two, summed over layers.
+        Multiply-adds times two.
     """
-    return sum(layer_attention_flops(layer["attention"], context) for layer in config["layers"])
-
-
-def layer_attention_flops(attention: Mapping[str, Any], context: float) -> float:
-    """Counts the operations of one row's attention in one layer; see `attention_flops`."""
     total = 0.0
     tokens = _visible(attention, context)
     tokens += _attended_entries(attention, context)

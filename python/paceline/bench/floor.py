@@ -25,12 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
-from paceline.bench.costs import (
-    attention_flops,
-    kv_bytes_read,
-    layer_attention_flops,
-    layer_kv_bytes,
-)
+from paceline.bench.costs import layer_attention_flops, layer_kv_bytes
 from paceline.bench.models import BenchModel
 
 if TYPE_CHECKING:
@@ -188,43 +183,88 @@ class Operation:
     num_bytes: float
     flops: float
 
+    @property
+    def is_attention(self) -> bool:
+        """Returns whether it reads KV instead of weights."""
+        return self.name.endswith(".attention")
+
+
+def iteration_passes(
+    target: BenchModel,
+    draft: BenchModel | None,
+    k: int,
+    workload: Workload,
+    experts: tuple[float | None, float | None] = (None, None),
+    *,
+    is_least: bool = False,
+) -> list[list[Operation]]:
+    """The operations of each pass of an iteration.
+
+    Args:
+        target: The target.
+        draft: The drafter, or None.
+        k: The number of drafts.
+        workload: The requests.
+        experts: Experts of a mixture layer that have rows, of the target and of the drafter. They
+            are means over the passes of a model, since the engine counts those of an iteration
+            together.
+        is_least: Only what is certain if an iteration may draft fewer than k tokens: one row of the
+            target, and one pass of the drafter.
+    """
+    # The cache, the drafter's too, holds elements of the target's weight dtype.
+    item, context = target.item_bytes, workload.mean_context
+
+    def one(model: BenchModel, hit: float | None, rows: int, logit_rows: int) -> list[Operation]:
+        concurrency = workload.concurrency
+        return pass_operations(model, hit, rows, logit_rows, concurrency, [context], item)
+
+    of_target, of_draft = experts
+    num_verified = 1 if is_least else k + 1
+    passes = [one(target, of_target, num_verified, num_verified)]
+    if draft is None or k == 0:
+        return passes
+    if _is_block(draft):
+        num_drafts = 1 if is_least else k
+        return passes + _block_passes(
+            draft, of_draft, num_verified, num_drafts, workload, context, item
+        )
+    num_first = 1 if is_least else _num_first_rows(draft, k)
+    passes.append(one(draft, of_draft, num_first, 1))
+    return passes + [one(draft, of_draft, 1, 1)] * (0 if is_least else k - 1)
+
 
 def _passes(
     target: BenchModel, draft: BenchModel | None, row: Measurement
 ) -> list[list[Operation]]:
-    """The passes of an iteration; those that are certain, if it may draft fewer than k tokens: one
-    row of the target, and one pass of the drafter unless it may draft none.
+    """The passes of an iteration of a row that are certain."""
+    experts = row.target_experts, row.draft_experts
+    draft = None if row.is_adaptive else draft
+    return iteration_passes(
+        target, draft, row.num_draft_tokens, row.workload, experts, is_least=row.may_stop_early
+    )
 
-    A pass over a mixture reads the experts that had rows. Their number is the mean over the passes
-    of its model, since the engine counts those of an iteration together.
+
+@dataclass(frozen=True)
+class Work:
+    """The bytes and operations of an iteration, for all sequences.
+
+    Attributes:
+        weight_bytes: Bytes of matrices: the target's once, the drafter's once a pass.
+        kv_bytes: Bytes of KV, likewise.
+        flops: Multiply-adds times two.
     """
-    k, workload = row.num_draft_tokens, row.workload
-    # The cache, the drafter's too, holds elements of the target's weight dtype.
-    item = target.item_bytes
 
-    def one(
-        model: BenchModel, experts: float | None, rows: int, logit_rows: int
-    ) -> list[Operation]:
-        return pass_operations(
-            model, experts, rows, logit_rows, workload.concurrency, [workload.mean_context], item
-        )
+    weight_bytes: int
+    kv_bytes: int
+    flops: int
 
-    may_stop_early = row.may_stop_early
-    num_verified = 1 if may_stop_early else k + 1
-    passes = [one(target, row.target_experts, num_verified, num_verified)]
-    if draft is None or k == 0 or row.is_adaptive:
-        return passes
-    if _is_block(draft):
-        num_drafts = 1 if may_stop_early else k
-        context = workload.mean_context
-        passes += _block_passes(
-            draft, row.draft_experts, num_verified, num_drafts, workload, context, item
-        )
-    else:
-        num_first = 1 if may_stop_early else _num_first_rows(draft, k)
-        passes.append(one(draft, row.draft_experts, num_first, 1))
-        passes += [one(draft, row.draft_experts, 1, 1)] * (0 if may_stop_early else k - 1)
-    return passes
+
+def work_of(passes: Sequence[Sequence[Operation]]) -> Work:
+    """Adds up the operations of passes."""
+    ops = list(itertools.chain(*passes))
+    kv_bytes = sum(op.num_bytes for op in ops if op.is_attention)
+    num_bytes = sum(op.num_bytes for op in ops)
+    return Work(int(num_bytes - kv_bytes), int(kv_bytes), int(sum(op.flops for op in ops)))
 
 
 def _prompt_passes(
@@ -290,19 +330,21 @@ def pass_operations(
         )
         for matrix in model.costs.matrices
     ]
-    attentions = [
-        Operation(
-            f"layers.{i}.attention",
-            c * layer_kv_bytes(layer["attention"], contexts[-1], item_bytes),
-            c
-            * rows
-            * statistics.fmean(
-                layer_attention_flops(layer["attention"], context) for context in contexts
-            ),
-        )
-        for i, layer in enumerate(model.config["layers"])
-    ]
-    return products + attentions
+    return products + _attentions(model, c, rows, contexts, item_bytes)
+
+
+def _attentions(
+    model: BenchModel, concurrency: int, rows: int, contexts: Sequence[float], item_bytes: int
+) -> list[Operation]:
+    """The attention of each layer; see `pass_operations`."""
+    found = []
+    for i, layer in enumerate(model.config["layers"]):
+        attention = layer["attention"]
+        flops = statistics.fmean(layer_attention_flops(attention, one) for one in contexts)
+        num_bytes = layer_kv_bytes(attention, contexts[-1], item_bytes)
+        name = f"layers.{i}.attention"
+        found.append(Operation(name, concurrency * num_bytes, concurrency * rows * flops))
+    return found
 
 
 def _is_block(draft: BenchModel) -> bool:
@@ -379,68 +421,8 @@ def _block_passes(
         for ops in _block_products(draft, experts, num_known, k)
     ]
     num_rows = k if draft.config["drafter"]["block"]["samples_from_anchor"] else k + 1
-    passes[1] += [
-        Operation(
-            f"layers.{i}.attention",
-            c * layer_kv_bytes(layer["attention"], context, item),
-            c * num_rows * layer_attention_flops(layer["attention"], context),
-        )
-        for i, layer in enumerate(draft.config["layers"])
-    ]
+    passes[1] += _attentions(draft, c, num_rows, [context], item)
     return passes
-
-
-def iteration_kv_bytes(
-    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
-) -> int:
-    """KV bytes of one iteration, for all sequences: the target's once, the drafter's k times, those
-    of a block drafter once.
-    """
-    context = workload.mean_context
-    # The cache, the drafter's too, holds elements of the target's weight dtype.
-    item = target.item_bytes
-    one = kv_bytes_read(target.config, context, item)
-    if draft is not None:
-        num_passes = min(k, 1) if _is_block(draft) else k
-        one += num_passes * kv_bytes_read(draft.config, context, item)
-    return int(workload.concurrency * one)
-
-
-def iteration_draft_bytes(draft: BenchModel, experts: float | None, k: int) -> int:
-    """Bytes of the drafter's matrices that one iteration reads.
-
-    Args:
-        draft: The drafter.
-        experts: Experts of a mixture layer that have rows, on average; None without a mixture.
-        k: The number of drafts.
-    """
-    if k == 0 or not _is_block(draft):
-        return k * draft.costs.pass_bytes(experts)
-    passes = _block_products(draft, experts, k + 1, k)
-    return int(sum(op.num_bytes for ops in passes for op in ops))
-
-
-def iteration_flops(
-    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
-) -> int:
-    """Arithmetic of one iteration, for all sequences."""
-    total = _pass_flops(target, k + 1, k + 1, workload)
-    if draft is not None and _is_block(draft) and k > 0:
-        context = workload.mean_context
-        passes = _block_passes(draft, None, k + 1, k, workload, context, target.item_bytes)
-        total += sum(op.flops for ops in passes for op in ops)
-    elif draft is not None:
-        # Each later draft step has one row per sequence; every pass computes one row of logits.
-        total += _pass_flops(draft, _num_first_rows(draft, k) + k - 1, k, workload)
-    return int(total)
-
-
-def _pass_flops(model: BenchModel, rows: int, logit_rows: int, workload: Workload) -> float:
-    """Arithmetic of `rows` rows per sequence, for all sequences."""
-    costs = model.costs
-    attention = attention_flops(model.config, workload.mean_context)
-    one = rows * (2 * costs.row_parameters + attention) + logit_rows * 2 * costs.logit_parameters
-    return float(workload.concurrency * one)
 
 
 def _num_first_rows(draft: BenchModel, k: int) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.floor import iteration_draft_bytes, iteration_flops, iteration_kv_bytes
+from paceline.bench.floor import iteration_passes, work_of
 from paceline.bench.gpu_state import GpuSample, GpuSampler, gpu_state
 from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel
@@ -256,11 +256,9 @@ def _sum_up(
     iteration_ms = statistics.median(times) if times else 0.0
     idle_us = statistics.median(samples.idle_us) if times else 0.0
     target_experts, draft_experts = samples.target_experts.mean, samples.draft_experts.mean
-    weight_bytes = target.costs.pass_bytes(target_experts)
-    if draft is not None:
-        weight_bytes += iteration_draft_bytes(draft, draft_experts, k)
-    kv_bytes = iteration_kv_bytes(target, draft, k, workload)
-    num_bytes = weight_bytes + kv_bytes
+    experts = target_experts, draft_experts
+    work = work_of(iteration_passes(target, draft, k, workload, experts))
+    num_bytes = work.weight_bytes + work.kv_bytes
     return Measurement(
         workload=workload,
         draft_driver=None if speculation is None else speculation.draft_driver,
@@ -269,7 +267,6 @@ def _sum_up(
         output_tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
         time_to_first_token_ms=statistics.fmean(run.first_token_ms for run in runs),
         prompts_ms=statistics.median(run.prompts_ms for run in runs),
-        prompt_floor_ms=None,
         tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
         num_draft_tokens=k,
         may_stop_early=speculation is not None and speculation.may_stop_early,
@@ -279,21 +276,14 @@ def _sum_up(
         else None,
         target_experts=target_experts,
         draft_experts=draft_experts,
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
+        weight_bytes=work.weight_bytes,
+        kv_bytes=work.kv_bytes,
         iteration_bytes=num_bytes,
-        flops=iteration_flops(target, draft, k, workload),
+        flops=work.flops,
         gb_per_s=num_bytes / iteration_ms / 1e6 if iteration_ms > 0 else 0.0,
-        floor_ms=None,
-        floor_share=None,
-        additive_floor_ms=None,
-        additive_floor_share=None,
         idle_us=idle_us,
         idle_share=idle_us / (idle_us + iteration_ms * 1000) if iteration_ms > 0 else 0.0,
         host_us=samples.host_us / max(samples.num_iterations, 1),
-        engine_start_s=0.0,
-        first_token_s=0.0,
-        start_to_first_token_s=None,
         gpu=gpu_state(samples.gpu),
         rounds=tuple(samples.rounds),
         runs=tuple(runs),

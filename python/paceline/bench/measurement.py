@@ -66,7 +66,6 @@ class Measurement:
     output_tokens_per_s: float
     time_to_first_token_ms: float
     prompts_ms: float
-    prompt_floor_ms: float | None
     tokens_per_iteration: float
     num_draft_tokens: int
     may_stop_early: bool
@@ -79,16 +78,17 @@ class Measurement:
     iteration_bytes: int
     flops: int
     gb_per_s: float
-    floor_ms: float | None
-    floor_share: float | None
-    additive_floor_ms: float | None
-    additive_floor_share: float | None
     idle_us: float
     idle_share: float
     host_us: float
-    engine_start_s: float
-    first_token_s: float
-    start_to_first_token_s: float | None
+    prompt_floor_ms: float | None = None
+    floor_ms: float | None = None
+    floor_share: float | None = None
+    additive_floor_ms: float | None = None
+    additive_floor_share: float | None = None
+    engine_start_s: float = 0.0
+    first_token_s: float = 0.0
+    start_to_first_token_s: float | None = None
     gpu: GpuState | None = None
     rounds: Sequence[dict[str, float]] = ()
     kernels: list[dict[str, Any]] | None = None

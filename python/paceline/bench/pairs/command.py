@@ -16,7 +16,7 @@ from paceline.bench.latency import measure
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.pairs.known import Pair, imposed_length
 from paceline.bench.pairs.options import PairsOptions, parse_options, speculative_config
-from paceline.bench.pairs.report import PairRow, Unmeasured, legend, table_of, with_cells
+from paceline.bench.pairs.report import legend, line_of, pair_row, table_of
 from paceline.bench.plot import draw_report
 from paceline.bench.report import Output, machine_name, report_facts
 from paceline.bench.runs import Requests
@@ -55,13 +55,12 @@ def run_pairs(args: argparse.Namespace) -> int:
             for result in _measure_pair(pair, options, args, device, speed, bar):
                 if not measured:
                     output.show([f"machine: {machine_name(device)}", *table.heading()])
-                if isinstance(result, PairRow):
-                    rows.append(result.as_dict())
-                    read_bandwidth = speed.memory
-                    output.show([table.row(with_cells(rows[-1]))])
+                if "reason" in result:
+                    unmeasured.append(result)
                 else:
-                    unmeasured.append(result.as_dict())
-                    output.show([table.line(result.cells())])
+                    rows.append(result)
+                    read_bandwidth = speed.memory
+                output.show([line_of(table, result)])
                 measured = report_facts("pairs", command, device, read_bandwidth)
                 measured |= {"rows": rows, "not_measured": unmeasured}
                 output.write(measured)
@@ -80,7 +79,7 @@ def _measure_pair(
     device: str,
     speed: Speed,
     bar: Any,
-) -> Iterator[PairRow | Unmeasured]:
+) -> Iterator[dict[str, Any]]:
     """Measures all rows of a pair; what does not fit into memory, or needs what the device does not
     have, is not measured.
     """
@@ -93,7 +92,7 @@ def _measure_pair(
         reason = str(error)
     if reason is not None:
         bar.update(_RUNS * len(cells))
-        yield Unmeasured(pair.name, None, None, reason)
+        yield _unmeasured(pair, None, None, reason)
         return
     prompts = _encode_prompts(pair, options.prompts, target.loaded, args)
     for temperature, c in cells:
@@ -110,7 +109,15 @@ def _measure_pair(
         else:
             yield row
             continue
-        yield Unmeasured(pair.name, temperature, c, reason)
+        yield _unmeasured(pair, temperature, c, reason)
+
+
+def _unmeasured(
+    pair: Pair, temperature: float | None, concurrency: int | None, reason: str
+) -> dict[str, Any]:
+    """A row that was not measured, or with None the whole pair."""
+    row = {"pair": pair.name, "temperature": temperature, "max_concurrency": concurrency}
+    return row | {"reason": reason}
 
 
 def _load_pair(pair: Pair, device: str, *, is_quiet: bool) -> tuple[BenchModel, BenchModel]:
@@ -132,7 +139,7 @@ def _measure_row(
     args: argparse.Namespace,
     speed: Speed,
     after_run: Any,
-) -> PairRow:
+) -> dict[str, Any]:
     imposed = imposed_length(pair.name, temperature, concurrency) if pair.is_dummy else None
     config = speculative_config(
         replace(pair, method=draft.loaded.method),
@@ -150,7 +157,7 @@ def _measure_row(
     )  # fmt: skip
     speed.forget()
     row = with_floor(row, target, draft, speed)
-    return PairRow(pair, config, imposed, row)
+    return pair_row(pair, config, imposed, row)
 
 
 def _encode_prompts(

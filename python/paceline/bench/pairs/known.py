@@ -52,12 +52,10 @@ class ImposedLength:
     source: str
 
     @property
-    def is_published(self) -> bool:
-        """Returns whether the pair has a published length."""
-        return self.source != _ASSUMED
+    def acceptance(self) -> str:
+        """Returns "published" or "assumed"."""
+        return self.source.partition(" ")[0]
 
-
-_ASSUMED: Final = "assumed"
 
 #: In the order of the table.
 PAIRS: Final = {
@@ -92,7 +90,7 @@ def imposed_length(name: str, temperature: float, concurrency: int) -> ImposedLe
     """
     lengths = _PUBLISHED.get(name)
     if lengths is None:
-        return ImposedLength(ASSUMED_LENGTH, _ASSUMED)
+        return ImposedLength(ASSUMED_LENGTH, "assumed")
     published_temperature = int(temperature > 0)
     rank = max(rank for rank, c in enumerate(CONCURRENCIES) if c <= concurrency)
     return ImposedLength(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline.bench.measurement import Measurement
@@ -63,89 +62,50 @@ _ACCEPTANCES: Final = {
 }
 
 
-@dataclass(frozen=True)
-class PairRow:
-    """A measured row.
+def pair_row(
+    pair: Pair,
+    speculation: SpeculativeConfig,
+    imposed: ImposedLength | None,
+    measurement: Measurement,
+) -> dict[str, Any]:
+    """A row as plain JSON types: the keys of vLLM's result files, then our own.
 
-    Attributes:
+    Args:
         pair: The pair.
         speculation: Its drafting.
         imposed: The imposed acceptance length; None = acceptance was measured.
         measurement: The figures, with a floor.
     """
-
-    pair: Pair
-    speculation: SpeculativeConfig
-    imposed: ImposedLength | None
-    measurement: Measurement
-
-    def as_dict(self) -> dict[str, Any]:
-        """Converts to plain JSON types: the keys of vLLM's result files, then our own."""
-        row, imposed = self.measurement, self.imposed
-        (run,) = row.runs
-        temperature, c = row.workload.sampling["temperature"], row.workload.concurrency
-        acceptance = "measured"
-        if imposed is not None:
-            acceptance = "published" if imposed.is_published else "assumed"
-        return {
-            "date": time.strftime("%Y%m%d-%H%M%S", time.gmtime()),
-            "endpoint_type": "paceline",
-            "backend": "paceline",
-            "label": f"{self.pair.name} T={temperature:g} c={c}",
-            "model_id": self.pair.target,
-            "tokenizer_id": None if self.pair.is_dummy else self.pair.target,
-            "num_prompts": len(run.requests),
-            "request_rate": "inf",
-            "burstiness": 1.0,
-            "max_concurrency": c,
-            **serving_metrics(run.requests, run.duration_s),
-            **draft_metrics(run.stats),
-            "pair": self.pair.name,
-            "drafter_id": self.pair.drafter,
-            "has_dummy_weights": self.pair.is_dummy,
-            "acceptance": acceptance,
-            "imposed_acceptance_length": None if imposed is None else imposed.tokens,
-            "imposed_acceptance_source": None if imposed is None else imposed.source,
-            "speculative_method": self.speculation.method,
-            "num_speculative_tokens": self.speculation.num_speculative_tokens,
-            "rejection_sample_method": self.speculation.rejection_sample_method,
-            "temperature": temperature,
-            "iteration_ms": row.iteration_ms or None,  # 0 if requests never decoded together
-            **{key: getattr(row, key) for key in _KEPT},
-            "gpu": None if row.gpu is None else row.gpu.as_dict(),
-        }
-
-
-@dataclass(frozen=True)
-class Unmeasured:
-    """A pair, or one row of it, that was not measured.
-
-    Attributes:
-        pair: Name of the pair.
-        temperature: Of the row; None = the whole pair.
-        concurrency: Of the row; None = the whole pair.
-        reason: The reason.
-    """
-
-    pair: str
-    temperature: float | None
-    concurrency: int | None
-    reason: str
-
-    def cells(self) -> list[str]:
-        """The cells of its line in the table, with the reason in the place of figures."""
-        temperature = "-" if self.temperature is None else f"{self.temperature:g}"
-        concurrency = "-" if self.concurrency is None else str(self.concurrency)
-        return [self.pair, temperature, concurrency, f"not measured: {self.reason}"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Converts to plain JSON types."""
-        return {
-            "pair": self.pair,
-            "temperature": self.temperature,
-            "max_concurrency": self.concurrency,
-            "reason": self.reason,
-        }
+    (run,) = measurement.runs
+    work, gpu = measurement.workload, measurement.gpu
+    temperature, c = work.sampling["temperature"], work.concurrency
+    return {
+        "date": time.strftime("%Y%m%d-%H%M%S", time.gmtime()),
+        "endpoint_type": "paceline",
+        "backend": "paceline",
+        "label": f"{pair.name} T={temperature:g} c={c}",
+        "model_id": pair.target,
+        "tokenizer_id": None if pair.is_dummy else pair.target,
+        "num_prompts": len(run.requests),
+        "request_rate": "inf",
+        "burstiness": 1.0,
+        "max_concurrency": c,
+        **serving_metrics(run.requests, run.duration_s),
+        **draft_metrics(run.stats),
+        "pair": pair.name,
+        "drafter_id": pair.drafter,
+        "has_dummy_weights": pair.is_dummy,
+        "acceptance": "measured" if imposed is None else imposed.acceptance,
+        "imposed_acceptance_length": None if imposed is None else imposed.tokens,
+        "imposed_acceptance_source": None if imposed is None else imposed.source,
+        "speculative_method": speculation.method,
+        "num_speculative_tokens": speculation.num_speculative_tokens,
+        "rejection_sample_method": speculation.rejection_sample_method,
+        "temperature": temperature,
+        "iteration_ms": measurement.iteration_ms or None,  # 0 if requests never decoded together
+        **{key: getattr(measurement, key) for key in _KEPT},
+        "gpu": None if gpu is None else gpu.as_dict(),
+    }
 
 
 def table_of(device: str, name_width: int) -> GrowingTable:
@@ -154,11 +114,15 @@ def table_of(device: str, name_width: int) -> GrowingTable:
     return GrowingTable((*_COLUMNS, *gpu), name_width)
 
 
-def with_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with what its columns show beside its own figures."""
+def line_of(table: GrowingTable, row: Mapping[str, Any]) -> str:
+    """The line of a row, or of what was not measured, with the reason in the place of figures."""
+    if "reason" in row:
+        temperature, c = row["temperature"], row["max_concurrency"]
+        shown = "-" if temperature is None else f"{temperature:g}", "-" if c is None else str(c)
+        return table.line([row["pair"], *shown, f"not measured: {row['reason']}"])
     length, acceptance = row["imposed_acceptance_length"], row["acceptance"]
     imposed = f"none, {acceptance}" if length is None else f"{length:.2f} {acceptance}"
-    return {**row, "imposed_cell": imposed}
+    return table.row({**row, "imposed_cell": imposed})
 
 
 def legend(device: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes and operations of whole models, as sums over what the bench counts of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.bench.costs import layer_attention_flops, layer_kv_bytes
+from paceline.bench.floor import Work, iteration_passes, work_of
+from paceline.bench.models import BenchModel
+from paceline.bench.workload import Workload
+
+
+def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) -> float:
+    """Bytes of KV that one pass reads for one sequence with `context` tokens before it."""
+    return sum(
+        layer_kv_bytes(layer["attention"], context, item_bytes) for layer in config["layers"]
+    )
+
+
+def attention_flops(config: Mapping[str, Any], context: float) -> float:
+    """Operations of one row's attention in all layers."""
+    return sum(layer_attention_flops(layer["attention"], context) for layer in config["layers"])
+
+
+def iteration_work(
+    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
+) -> Work:
+    """The work of an iteration of models without a mixture of experts."""
+    return work_of(iteration_passes(target, draft, k, workload))
