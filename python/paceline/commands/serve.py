@@ -298,7 +298,7 @@ def _add_engine_options(group: Any) -> None:
 
 
 def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    for package in ("fastapi", "prometheus_client", "uvicorn", "yaml"):
+    for package in ("starlette", "prometheus_client", "uvicorn", "yaml"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"`paceline serve` needs the package {package}: pip install 'paceline[server]'"

@@ -8,9 +8,11 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 import paceline
 from paceline.async_stream import ChunkStream
@@ -58,20 +60,20 @@ _CLIENT_GONE: Final = 499  # is not sent: the client has closed the connection
 
 def make_app(service: Service) -> App:
     """Makes the ASGI application that serves a model."""
-    # Its pages would load scripts from other hosts.
-    app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_errors(app)
-    _add_facts(app, service)
     endpoints = _generating_endpoints(service) | _tokenizing_endpoints(service)
-    for path, endpoint in endpoints.items():
-        app.add_route(path, endpoint, methods=["POST"])  # refuses other methods
+    routes = [Route(path, endpoint) for path, endpoint in _facts(service).items()]
+    # They refuse other methods; `_Shortcut` knows them too.
+    routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    kinds = (ApiError, ValueError, RuntimeError, MemoryError, Exception)
+    handlers: dict[Any, Any] = dict.fromkeys(kinds, _on_error) | {HTTPException: _on_http_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     guarded = Guard(_Shortcut(app, endpoints), service)
     return allow_origins(guarded, service.cors_origins, has_key=bool(service.api_keys))
 
 
 class _Shortcut:
-    """Leads requests with a body to their endpoints, past the layers of FastAPI, which would take
-    a fifth of the event loop's time for a short request. All others go through FastAPI."""
+    """Leads requests with a body to their endpoints, past the layers of Starlette, which take much
+    of the event loop's time for a short request. All others go through Starlette."""
 
     def __init__(self, app: App, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app
@@ -95,36 +97,14 @@ class _Shortcut:
         await response(scope, receive, send)
 
 
-def _add_errors(app: FastAPI) -> None:
-    async def on_error(request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error), request.scope)
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        answer = ApiError(error.status_code, message, headers=error.headers)
-        return error_response(answer, request.scope)
-
-    for kind in (ApiError, ValueError, RuntimeError, MemoryError, Exception):
-        app.add_exception_handler(kind, on_error)
-    app.add_exception_handler(HTTPException, on_http_error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error), request.scope)
 
 
-def _adder(app: FastAPI) -> Callable[[str, str], Callable[[Endpoint], Endpoint]]:
-    """A decorator for routes that read requests themselves.
-
-    FastAPI's own decorator parses requests for the function, which takes longer than everything
-    else that the server does for a request.
-    """
-
-    def route(method: str, path: str) -> Callable[[Endpoint], Endpoint]:
-        def add(endpoint: Endpoint) -> Endpoint:
-            app.add_route(path, endpoint, methods=[method])
-            return endpoint
-
-        return add
-
-    return route
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    answer = ApiError(error.status_code, message, headers=error.headers)
+    return error_response(answer, request.scope)
 
 
 def _constant(response: Response) -> Endpoint:
@@ -134,9 +114,9 @@ def _constant(response: Response) -> Endpoint:
     return answer
 
 
-def _add_facts(app: FastAPI, service: Service) -> None:
+def _facts(service: Service) -> dict[str, Endpoint]:
+    """Returns what answers requests without a body, by path."""
     llm = service.allm.llm
-    route = _adder(app)
 
     def card(name: str) -> dict[str, Any]:
         return {
@@ -149,8 +129,6 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             "max_model_len": llm.max_model_len,
         }
 
-    @route("GET", "/ping")  # the name of the same for Amazon SageMaker
-    @route("GET", "/health")
     async def health(_: Request) -> Response:
         if service.is_draining:
             raise ApiError(503, "the server is about to end")
@@ -163,7 +141,6 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             return JsonResponse(error.body() | described, status_code=error.status)
         return JsonResponse(described)
 
-    @route("GET", "/metrics")
     async def metrics(_: Request) -> Response:
         # Replicas are asked, and one may be slow to answer.
         made = (
@@ -173,30 +150,21 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         )
         return Response(made, media_type=CONTENT_TYPE)
 
-    @route("GET", "/v1/stats")
     async def stats(_: Request) -> Response:
         read = service.stats
         return JsonResponse(read() if service.replicas is None else await service.in_worker(read))
 
-    for path, (html, headers) in {"/": page(), "/docs": docs_page()}.items():
-        route("GET", path)(_constant(Response(html, headers=headers)))
-    route("GET", "/openapi.json")(_constant(JsonResponse(document())))
-
-    @route("GET", "/version")
     async def version(_: Request) -> Response:
         return JsonResponse({"version": paceline.__version__})
 
-    @route("GET", "/v1/models")
     async def models(_: Request) -> Response:
         return JsonResponse({"object": "list", "data": [card(name) for name in service.names]})
 
-    @route("GET", "/v1/models/{name:path}")
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         service.check_model(name)
         return JsonResponse(card(name))
 
-    @route("GET", "/v1/capabilities")
     async def capabilities(_: Request) -> Response:
         served = {
             "models": list(service.names),
@@ -214,6 +182,20 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             },
         }
         return JsonResponse(llm.capabilities() | {"server": served})
+
+    pages = {"/": page(), "/docs": docs_page()}
+    return {
+        **{path: _constant(Response(text, headers=own)) for path, (text, own) in pages.items()},
+        "/openapi.json": _constant(JsonResponse(document())),
+        "/health": health,
+        "/ping": health,  # the name of the same for Amazon SageMaker
+        "/metrics": metrics,
+        "/version": version,
+        "/v1/stats": stats,
+        "/v1/models": models,
+        "/v1/models/{name:path}": model,
+        "/v1/capabilities": capabilities,
+    }
 
 
 def _generating_endpoints(service: Service) -> dict[str, Endpoint]:

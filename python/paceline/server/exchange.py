@@ -22,6 +22,9 @@ _logger = logging.getLogger("paceline.access")
 REQUEST_ID: Final = "paceline.request_id"
 #: The routes of Anthropic's API.
 MESSAGE_PATHS: Final = ("/v1/messages", "/v1/messages/count_tokens")
+#: Need no key: supervisors poll the first two, the page asks for the key itself, and the others say
+#: nothing of this server.
+OPEN_PATHS: Final = ("/health", "/ping", "/", "/docs", "/openapi.json")
 # Ids are unique, not secret: one random number for the process, which takes time to draw.
 _PROCESS: Final = uuid.uuid4().hex[:16].encode()
 _NUMBERS: Final = itertools.count()

@@ -14,7 +14,8 @@ from paceline.checks import shorten
 from paceline.server.bodies import BODY, ClientGone, Receive, read_body, too_large
 from paceline.server.connection import Send
 from paceline.server.errors import ApiError
-from paceline.server.exchange import MESSAGE_PATHS, Exchange, error_response
+from paceline.server.exchange import MESSAGE_PATHS, OPEN_PATHS, Exchange, error_response
+from paceline.server.openapi import PATHS
 from paceline.server.service import Service
 
 Scope = MutableMapping[str, Any]
@@ -22,9 +23,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Of the path and all headers.
 MAX_HEADER_BYTES: Final = 16 * 2**10
-# Need no key: supervisors poll the first two, the page asks for the key itself, and the others say
-# nothing of this server.
-_OPEN_PATHS: Final = ("/health", "/ping", "/", "/docs", "/openapi.json")
 #: The key of a request's API key in its ASGI scope; without a key on the server there is none.
 API_KEY: Final = "paceline.api_key"
 GENERATING_PATHS: Final = (
@@ -36,19 +34,6 @@ GENERATING_PATHS: Final = (
 # These make outputs, or the token ids for one, so they are refused while the server is full, before
 # their body is read.
 _ADMITTED_PATHS: Final = (*GENERATING_PATHS, *MESSAGE_PATHS, "/tokenize", "/detokenize")
-# Responses are counted by these routes; all others count as "other".
-_ROUTES: Final = (
-    *_OPEN_PATHS,
-    *GENERATING_PATHS,
-    *MESSAGE_PATHS,
-    "/v1/models",
-    "/v1/capabilities",
-    "/v1/stats",
-    "/metrics",
-    "/version",
-    "/tokenize",
-    "/detokenize",
-)
 # A refused body is read to its end, or as far as this, because most clients read no answer before
 # they have sent all. Its time is limited as that of other bodies, and so are pauses.
 _DISCARD_BYTES: Final = 2**30
@@ -57,7 +42,7 @@ _DISCARD_PAUSE_S: Final = 2.0
 
 class Guard:
     """An ASGI application around another one. Refuses by default: each path but those of
-    `_OPEN_PATHS` needs the key."""
+    `OPEN_PATHS` needs the key."""
 
     def __init__(self, app: App, service: Service) -> None:
         """Takes the application that has the routes."""
@@ -72,7 +57,7 @@ class Guard:
             scope,
             send,
             service.figures,
-            route=scope["path"] if scope["path"] in _ROUTES else "other",
+            route=scope["path"] if scope["path"] in PATHS else "other",
             is_logged=service.has_access_log,
             traces=service.traces if generates else None,
         )
@@ -116,7 +101,7 @@ class Guard:
                 f"the path and the headers have {num_bytes} bytes; allowed: {MAX_HEADER_BYTES}",
                 headers={"connection": "close"},
             )
-        if path in _OPEN_PATHS:
+        if path in OPEN_PATHS:
             return
         self._check_key(scope, headers)
         if scope["method"] != "POST":

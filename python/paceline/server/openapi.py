@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """/openapi.json, which describes the routes and their bodies, and /docs, which shows it.
 
-FastAPI would describe routes that it parses itself, and its page loads scripts from other hosts.
+The usual pages for such a description load scripts from other hosts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import paceline
+from paceline.server.exchange import MESSAGE_PATHS, OPEN_PATHS
 from paceline.server.field_schemas import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -83,7 +84,8 @@ _FACTS: Final[dict[str, tuple[str, str]]] = {
     "/metrics": ("Figures for Prometheus.", "text/plain"),
     "/version": ("The version.", "application/json"),
 }
-_OPEN: Final = ("/", "/docs", "/openapi.json", "/health", "/ping")
+#: The paths of all routes, but for those that end with a name.
+PATHS: Final = frozenset((*_BODIES, *_FACTS)) - {"/v1/models/{name}"}
 
 
 def document() -> dict[str, Any]:
@@ -92,44 +94,20 @@ def document() -> dict[str, Any]:
     schemas: dict[str, Any] = {"Error": _ERROR, "MessageError": _MESSAGE_ERROR}
     for path, (text, body) in _BODIES.items():
         schemas[body.name] = _schema(body)
-        error = "MessageError" if path.startswith("/v1/messages") else "Error"
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
         if body.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
-        paths[path] = {
-            "post": {
-                "operationId": f"post{body.name}",
-                "summary": text,
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": _reference(body.name)}},
-                },
-                "responses": {
-                    "200": {"description": "The result.", "content": content},
-                    "default": {
-                        "description": "An error.",
-                        "content": {"application/json": {"schema": _reference(error)}},
-                    },
-                },
-            }
-        }
+        asked = {"required": True, "content": _json_of(body.name)}
+        described = _operation(f"post{body.name}", path, text, "The result.", content)
+        paths[path] = {"post": described | {"requestBody": asked}}
     for path, (text, kind) in _FACTS.items():
-        fact: dict[str, Any] = {
-            "operationId": "get" + "".join(filter(str.isalnum, path.title())),
-            "summary": text,
-            "responses": {
-                "200": {"description": text, "content": {kind: {}}},
-                "default": {
-                    "description": "An error.",
-                    "content": {"application/json": {"schema": _reference("Error")}},
-                },
-            },
-        }
+        name = "get" + "".join(filter(str.isalnum, path.title()))
+        fact = _operation(name, path, text, text, {kind: {}})
         if "{name}" in path:
             fact["parameters"] = [
                 {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
             ]
-        if path in _OPEN:
+        if path in OPEN_PATHS:
             fact["security"] = []
         paths[path] = {"get": fact}
     return {
@@ -144,6 +122,20 @@ def document() -> dict[str, Any]:
             },
         },
         "security": [{}, {"bearer": []}, {"header": []}],  # the first without --api-key
+    }
+
+
+def _operation(
+    name: str, path: str, text: str, result: str, content: dict[str, Any]
+) -> dict[str, Any]:
+    error = "MessageError" if path in MESSAGE_PATHS else "Error"
+    return {
+        "operationId": name,
+        "summary": text,
+        "responses": {
+            "200": {"description": result, "content": content},
+            "default": {"description": "An error.", "content": _json_of(error)},
+        },
     }
 
 
@@ -164,8 +156,8 @@ def _schema(body: _Body) -> Schema:
     }
 
 
-def _reference(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
+def _json_of(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
 def _of_strings(*names: str) -> Schema:
