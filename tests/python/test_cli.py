@@ -256,16 +256,16 @@ def test_compare(generate: list[str], temperature: str, capsys: pytest.CaptureFi
 def test_compare_notices_a_difference(
     generate: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_one = generate_command._run_one
+    generate_outputs = generate_command._run
 
     def run(
         llm: LLM, args: Any, prompts: Any, params: SamplingParams, *, is_shown: bool
     ) -> list[RequestOutput]:
         if llm.draft is None:  # plain decoding gives another output
             params = replace(params, max_tokens=10)
-        return run_one(llm, args, prompts, params, is_shown=is_shown)
+        return generate_outputs(llm, args, prompts, params, is_shown=is_shown)
 
-    monkeypatch.setattr(generate_command, "_run_one", run)
+    monkeypatch.setattr(generate_command, "_run", run)
     assert cli.main([*generate, "--compare"]) == cli.EXIT_SELF_CHECK
     captured = capsys.readouterr()
     assert "DIFFERENT" in captured.out and "different tokens" in captured.err

@@ -118,7 +118,6 @@ def _run_generate(args: argparse.Namespace) -> int:
         "max_num_seqs": min(len(prompts) * params.n, max(_MAX_CONCURRENT, params.n), MAX_NUM_SEQS),
         "max_logprobs": needed_max_logprobs(params),
     }
-    run = _run_one if len(prompts) == 1 else _run_many
     with LLM(
         model,
         speculative_config=speculative,
@@ -130,13 +129,13 @@ def _run_generate(args: argparse.Namespace) -> int:
             _check_comparable(llm.speculative_config, params)
         if show_progress:
             tell(f"paceline: {_first_line(args, llm)}")
-        outputs = run(llm, args, prompts, params, is_shown=show_text)
+        outputs = _run(llm, args, prompts, params, is_shown=show_text)
         target, draft = llm.target, llm.draft
         configured = llm.capabilities()["configured"]
     plains: Sequence[RequestOutput | None] = [None] * len(outputs)
     if args.compare:
         with LLM.from_loaded(target, show_progress=show_progress, **engine) as llm:
-            plains = run(llm, args, prompts, params, is_shown=False)
+            plains = _run(llm, args, prompts, params, is_shown=False)
     is_same = all(
         plain is None or plain.outputs == output.outputs
         for output, plain in zip(outputs, plains, strict=True)
@@ -190,7 +189,7 @@ def _check_comparable(speculative: SpeculativeConfig | None, params: SamplingPar
         )
 
 
-def _run_one(
+def _run(
     llm: LLM,
     args: argparse.Namespace,
     prompts: Sequence[Input],
@@ -198,69 +197,47 @@ def _run_one(
     *,
     is_shown: bool,
 ) -> list[RequestOutput]:
-    """Generates and prints the output as it arrives; hidden runs take the same path."""
+    """Generates and prints: one output as it arrives, those of several prompts behind a bar.
+
+    Hidden runs take the same path.
+    """
     from paceline.outputs import RequestError
 
-    (prompt,) = prompts
-    is_streamed = is_shown and not args.no_stream and params.n == 1
+    is_single = len(prompts) == 1
+    is_streamed = is_single and is_shown and not args.no_stream and params.n == 1
     is_colored = is_shown and wants_color(args.color)
-    colors = [TokenColors() for _ in range(params.n)]
-    texts = [""] * params.n
-    output = None
-    with llm.stream([_encoded(llm, args, prompt)], params) as stream:
-        if is_shown and not args.quiet:
-            _print_prompt(args, prompt)
-        for chunk in stream:
-            text = colors[chunk.sample].paint(chunk) if is_colored else chunk.text
-            if is_streamed:
-                emit(text, end="", flush=True)
-            texts[chunk.sample] += text
-            output = chunk.output or output
-    assert output is not None
-    if is_streamed:
-        emit("")
-    elif is_shown:
-        _print_texts(texts)
-    if output.error is not None:
-        raise RequestError(output.error, [output])
-    return [output]
-
-
-def _run_many(
-    llm: LLM,
-    args: argparse.Namespace,
-    prompts: Sequence[Input],
-    params: SamplingParams,
-    *,
-    is_shown: bool,
-) -> list[RequestOutput]:
-    """Generates the outputs of several prompts behind a bar, then prints them in order."""
-    from paceline.outputs import RequestError
-
-    is_colored = is_shown and wants_color(args.color)
+    has_bar = not (is_single or args.quiet)
     colors = [[TokenColors() for _ in range(params.n)] for _ in prompts]
     texts = [[""] * params.n for _ in prompts]
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     with (
         llm.stream([_encoded(llm, args, prompt) for prompt in prompts], params) as stream,
-        progress_bar(len(prompts), "Generating", "prompt", is_shown=not args.quiet) as bar,
+        progress_bar(len(prompts), "Generating", "prompt", is_shown=has_bar) as bar,
     ):
+        if is_single and is_shown and not args.quiet:
+            _print_prompt(args, prompts[0])
         for chunk in stream:
             painter = colors[chunk.index][chunk.sample]
-            texts[chunk.index][chunk.sample] += painter.paint(chunk) if is_colored else chunk.text
+            text = painter.paint(chunk) if is_colored else chunk.text
+            if is_streamed:
+                emit(text, end="", flush=True)
+            texts[chunk.index][chunk.sample] += text
             if chunk.output is not None:
                 outputs[chunk.index] = chunk.output
                 bar.update(1)
-    finished = [output for output in outputs if output is not None]
-    if is_shown:
+    if is_streamed:
+        emit("")
+    elif is_shown:
         for index, (prompt, of_prompt) in enumerate(zip(prompts, texts, strict=True)):
-            if not args.quiet:
+            if not (is_single or args.quiet):
                 emit(f"{_RULE} prompt {index}")
                 _print_prompt(args, prompt)
             _print_texts(of_prompt)
+    finished = [output for output in outputs if output is not None]
     for index, output in enumerate(finished):
         if output.error is not None:
-            raise RequestError(f"prompt {index}: {output.error}", finished)
+            name = "" if is_single else f"prompt {index}: "
+            raise RequestError(f"{name}{output.error}", finished)
     return finished
 
 
