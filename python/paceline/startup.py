@@ -54,7 +54,6 @@ def check_max_model_len(given: int | None, target: LoadedModel, draft: LoadedMod
 
 def executor_options(config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
     """Returns the `options` of `_core.Executor`."""
-    k = 0 if speculative is None else speculative.num_speculative_tokens or 0
     options: dict[str, Any] = {
         "max_model_len": config.max_model_len or 0,
         "max_num_seqs": config.max_num_seqs,
@@ -65,25 +64,34 @@ def executor_options(config: EngineConfig, speculative: SpeculativeConfig | None
         "block_size": config.block_size,
         "enable_prefix_caching": config.enable_prefix_caching,
         "num_threads": config.num_threads or 0,
-        "num_speculative_tokens": k,
         "max_logprobs": config.max_logprobs,
         "hang_timeout_s": config.hang_timeout_s or 0.0,
     }
     if config.disable_log_stats:
         options["log_interval_s"] = 0.0
     if speculative is not None:
-        options["accept_method"] = speculative.rejection_sample_method
-        options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0
-        options["samples_drafts"] = speculative.draft_sample_method == "probabilistic"
-        options["num_draft_proposals"] = speculative.draft_proposals or 0
-        options["draft_driver"] = speculative.draft_driver
-        options["draft_stop_threshold"] = speculative.draft_stop_threshold
-        options["adaptive"] = speculative.adaptive
-        if speculative.draft_position is not None:
-            options["draft_position"] = speculative.draft_position
-        if speculative.method == "ngram":
-            options["ngram_min"] = speculative.prompt_lookup_min
-            options["ngram_max"] = speculative.prompt_lookup_max
-        if speculative.drafter is not None:
-            options["host_drafter"] = CustomDrafter(speculative.drafter, k)
+        options |= speculative_options(speculative)
+    return options
+
+
+def speculative_options(speculative: SpeculativeConfig) -> dict[str, Any]:
+    """Returns those of the `options` of `_core.Executor` that say how tokens are drafted."""
+    k = speculative.num_speculative_tokens or 0
+    options: dict[str, Any] = {
+        "num_speculative_tokens": k,
+        "accept_method": speculative.rejection_sample_method,
+        "synthetic_acceptance_length": speculative.synthetic_acceptance_length or 0.0,
+        "samples_drafts": speculative.draft_sample_method == "probabilistic",
+        "num_draft_proposals": speculative.draft_proposals or 0,
+        "draft_driver": speculative.draft_driver,
+        "draft_stop_threshold": speculative.draft_stop_threshold,
+        "adaptive": speculative.adaptive,
+    }
+    if speculative.draft_position is not None:
+        options["draft_position"] = speculative.draft_position
+    if speculative.method == "ngram":
+        options["ngram_min"] = speculative.prompt_lookup_min
+        options["ngram_max"] = speculative.prompt_lookup_max
+    if speculative.drafter is not None:
+        options["host_drafter"] = CustomDrafter(speculative.drafter, k)
     return options

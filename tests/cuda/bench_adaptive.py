@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline import _core
-from paceline.bench.drafting import speculation_of
 from paceline.bench.latency import make_executor
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.runs import Requests, Run, run_once
-from paceline.bench.workload import Speculation, Workload
+from paceline.bench.workload import Workload
 from paceline.demo import demo_names, find_demo
 from paceline.speculative_config import SpeculativeConfig
 
@@ -181,8 +180,7 @@ class Pair:
         texts = [entry["text"] for entry in json.loads(PROMPTS.read_text())]
         self._prompts = [tokenizer.encode(text).ids[: self._args.input_len] for text in texts]
         k = demo.num_speculative_tokens
-        config = SpeculativeConfig.parse(demo.speculative_config(k) | {"x": {"adaptive": False}})
-        fixed = speculation_of(config)
+        fixed = SpeculativeConfig.parse(demo.speculative_config(k) | {"x": {"adaptive": False}})
         self._start(target, draft, [("plain", None), (f"k={k}", fixed)])
         self._start(target, draft, [("adaptive", replace(fixed, adaptive=True))])
 
@@ -196,12 +194,19 @@ class Pair:
         lengths = [float(length) for length in self._args.lengths.split(",")]
         fixed = [int(k) for k in self._args.fixed.split(",")]
         most = max(fixed)
-        variants: list[tuple[str, Speculation | None]] = [("plain", None)]
+        variants: list[tuple[str, SpeculativeConfig | None]] = [("plain", None)]
+
+        def drafting(k: int, length: float, *, is_adaptive: bool) -> SpeculativeConfig:
+            return SpeculativeConfig(
+                model=names[1], num_speculative_tokens=k, rejection_sample_method="synthetic",
+                synthetic_acceptance_length=length, adaptive=is_adaptive,
+            )  # fmt: skip
+
         for k in fixed:
             imposed = tokens_of(rate_of(max(lengths), most), k)
-            variants.append((f"k={k}", Speculation(k, "synthetic", imposed)))
+            variants.append((f"k={k}", drafting(k, imposed, is_adaptive=False)))
         for length in lengths:
-            one = Speculation(most, "synthetic", length, adaptive=True)
+            one = drafting(most, length, is_adaptive=True)
             variants.append((f"adaptive {length:g}", one))
         self._start(target, draft, variants)
 
@@ -209,7 +214,7 @@ class Pair:
         self,
         target: BenchModel,
         draft: BenchModel | None,
-        variants: list[tuple[str, Speculation | None]],
+        variants: list[tuple[str, SpeculativeConfig | None]],
     ) -> None:
         most = max(self._output_len.values())
         workload = Workload(max(self._concurrency), self._args.input_len, most)
@@ -227,9 +232,9 @@ class Pair:
             seconds = time.monotonic() - begin
             print(f"{self.name} {name}: {seconds:.2f} s, graphs {graph_mib:.0f} MiB", flush=True)
             if speculation is not None:
-                engine.k = speculation.num_speculative_tokens
-                engine.length = speculation.synthetic_acceptance_length or None
-                engine.is_adaptive = speculation.adaptive
+                engine.k = speculation.k
+                engine.length = speculation.synthetic_acceptance_length
+                engine.is_adaptive = bool(speculation.adaptive)
             self.engines.append(engine)
         if self._args.forced and variants[-1][1] is not None and variants[-1][1].adaptive:
             last = self.engines[-1]

@@ -16,10 +16,12 @@ import pytest
 
 import eagle_models
 import tiny_models
+from bench_work import drafting as fixed_drafting
 from paceline import _core, cli
 from paceline.bench import drafting, latency, latency_command, models, runs
-from paceline.bench.workload import Speculation, Workload
+from paceline.bench.workload import Workload
 from paceline.demo import demo_paths
+from paceline.speculative_config import SpeculativeConfig
 
 # Of --speculative-config.
 NAMED = '{"model": "a", "num_speculative_tokens": 2}'
@@ -196,7 +198,7 @@ def test_the_named_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_which_drafter(source: list[str], default: str) -> None:
-    def chosen(*extra: str) -> tuple[str | None, str | None, list[Speculation]]:
+    def chosen(*extra: str) -> tuple[str | None, str | None, list[SpeculativeConfig]]:
         argv = ["bench", "latency", *source, *extra]
         config, speculations = drafting.speculations(cli.build_parser().parse_args(argv))
         assert config is not None
@@ -205,10 +207,13 @@ def test_which_drafter(source: list[str], default: str) -> None:
     draft, _, [speculation] = chosen()
     assert draft == default
     is_dummy = source != ["--demo"]
-    assert speculation == Speculation(4, *(("synthetic", 2.2) if is_dummy else ()))
+    imposed = {
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.2,
+    }  # fmt: skip
+    assert speculation == fixed_drafting(4, model=default, **(imposed if is_dummy else {}))
     k2 = {"num_speculative_tokens": 2}
     assert chosen("--speculative-config", json.dumps(k2)) == (
-        default, None, [Speculation(2)]
+        default, None, [fixed_drafting(2, model=default)]
     )  # fmt: skip
     if "--draft-config" not in source:
         named = json.dumps({"model": "elsewhere", **k2})

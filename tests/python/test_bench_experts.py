@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from bench_work import kv_bytes_read
+from bench_work import drafting, kv_bytes_read
 from paceline import _core, cli
 from paceline.bench import floor, latency, models
-from paceline.bench.workload import Speculation, Workload
+from paceline.bench.workload import Workload
 from tiny_models import TinySpec
 
 GPT_OSS = TinySpec("gpt_oss", seed=31, num_experts=8, top_k=3)
@@ -33,7 +33,7 @@ def measured(
     drafter = speculation = None
     if draft is not None:
         drafter = models.load(str(draft), dummy=False, show_progress=False)
-        speculation = Speculation(k)
+        speculation = drafting(k)
     (row,) = latency.measure(target, drafter, speculation, [work], rounds=1)
     return target, row
 
@@ -78,7 +78,7 @@ def test_the_engine_counts_every_pass(tmp_path: Path) -> None:
     path = tiny_models.with_fixed_routing(tiny_models.make(GPT_OSS), tmp_path / "fixed", [1, 4, 6])
     target = models.load(str(path), dummy=False)
     work = Workload(2, 9, 12)
-    executor = latency.make_executor(target, target, Speculation(3), work)
+    executor = latency.make_executor(target, target, drafting(3), work)
     try:
         assert executor.add_requests([_core.Request([1, 2, 3], max_tokens=12, temperature=0.0)], [])
         while not any(event.finish_reason for event in executor.poll(1000)):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tiny_models
+from bench_work import drafting
 from paceline import _core, cli
 from paceline.bench import floor, gpu_state, latency_command, models
 from paceline.bench.costs import matrix_costs
@@ -23,12 +24,10 @@ from paceline.bench.lengths import at_lengths
 from paceline.bench.pairs import report as pairs_report
 from paceline.bench.pairs.known import Pair
 from paceline.bench.report import GrowingTable, gpu_cells
-from paceline.bench.workload import Speculation, Workload
+from paceline.bench.workload import Workload
 from paceline.loader import decoder_config
-from paceline.speculative_config import SpeculativeConfig
 
 ROOT = Path(__file__).parents[2]
-DRAFTING = {"model": "d", "num_speculative_tokens": 3}
 LENGTH = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.7}
 
 
@@ -207,8 +206,8 @@ def test_an_engine_that_chooses_has_a_row(
 
 def test_drafting_that_may_stop_has_no_computed_rate() -> None:
     model = models.load("gemma3-10m", dummy=True, show_progress=False)
-    drafting = Speculation(2, ngram_min=1, ngram_max=2)
-    [row] = latency_command.measure(model, None, drafting, [Workload(1, 4, 8)], rounds=1)
+    lookup = drafting(2, model=None, method="ngram", prompt_lookup_min=1, prompt_lookup_max=2)
+    [row] = latency_command.measure(model, None, lookup, [Workload(1, 4, 8)], rounds=1)
     assert row.may_stop_early and at_lengths(row, [2.0]) == []
 
 
@@ -297,8 +296,7 @@ def test_rows_of_a_gpu_have_its_clock_and_power() -> None:
     )
     assert gpu == [*cpu, "-", "-"]
     # The table of pairs has them, too.
-    drafting = SpeculativeConfig.parse(DRAFTING)
-    pair_row = pairs_report.pair_row(Pair("p", "t", "d"), drafting, None, row)
+    pair_row = pairs_report.pair_row(Pair("p", "t", "d"), drafting(3), None, row)
     on_gpu, on_cpu = (pairs_report.table_of(device, 13) for device in ("cuda", "cpu"))
     names, units = on_gpu.heading()
     assert names.endswith("clock power") and units.endswith("MHz     W")

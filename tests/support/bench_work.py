@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes and operations of whole models, as sums over what the bench counts of a layer."""
+"""Drafting of a bench, and the work of whole models, summed up from what it counts of layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from paceline.bench.costs import layer_attention_flops, layer_kv_bytes
 from paceline.bench.floor import Work, iteration_passes, work_of
 from paceline.bench.models import BenchModel
 from paceline.bench.workload import Workload
+from paceline.speculative_config import SpeculativeConfig
+
+
+def drafting(k: int, **changes: Any) -> SpeculativeConfig:
+    """Drafting of always k tokens, by default with a draft model."""
+    return SpeculativeConfig(
+        **{"model": "a drafter", "num_speculative_tokens": k, "adaptive": False} | changes
+    )
 
 
 def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) -> float:

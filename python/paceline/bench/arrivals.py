@@ -23,9 +23,10 @@ from paceline.bench.models import BenchModel
 from paceline.bench.report import GPU_COLUMNS, Column, table
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once
 from paceline.bench.serving import draft_metrics, serving_metrics
-from paceline.bench.workload import Speculation, Workload
+from paceline.bench.workload import Workload
 from paceline.checks import check_int, shorten
 from paceline.limits import MAX_INT
+from paceline.speculative_config import SpeculativeConfig
 
 #: Requests of a run.
 DEFAULT_NUM_PROMPTS: Final = 100
@@ -127,7 +128,7 @@ def parse_arrivals(args: argparse.Namespace, num_samplings: int) -> Arrivals | N
 def measure_arrivals(
     target: BenchModel,
     draft: BenchModel | None,
-    speculation: Speculation | None,
+    speculation: SpeculativeConfig | None,
     workload: Workload,
     arrivals: Arrivals,
     *,
@@ -200,10 +201,8 @@ def measure_arrivals(
                 "capacity_share": rate if is_share else None,
                 "capacity": capacity,
                 "num_prompts": arrivals.num_prompts,
-                "num_draft_tokens": 0
-                if speculation is None
-                else speculation.num_speculative_tokens,
-                "draft_driver": None if speculation is None else speculation.draft_driver,
+                "num_draft_tokens": 0 if speculation is None else speculation.k,
+                "draft_driver": speculation and speculation.draft_driver,
                 **_medians(of_rate),
                 "gpu": None if state is None else state.as_dict(),
                 "rounds": of_rate,

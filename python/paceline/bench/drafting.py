@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any, Final
 
 from paceline.bench.values import parse_list, parse_names
-from paceline.bench.workload import Speculation
 from paceline.checks import parse_json, shorten
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.speculative_config import SpeculativeConfig
@@ -27,8 +26,8 @@ _LENGTH_OF_ONE_DRAFT: Final = 1.8
 
 def speculations(
     args: argparse.Namespace,
-) -> tuple[SpeculativeConfig | None, list[Speculation]]:
-    """The configuration and a `Speculation` for each k and driver; without drafts None and none."""
+) -> tuple[SpeculativeConfig | None, list[SpeculativeConfig]]:
+    """The given configuration, and one for each k and driver; without drafts None and none."""
     default_draft, default_options = None, _DUMMY_SPECULATION
     lengths = None
     if args.num_speculative_tokens is not None:
@@ -75,7 +74,7 @@ def speculations(
         # Beside those with a fixed number: the one with the most drafts, which chooses.
         longest = max(configs, key=lambda config: config.k)
         configs.append(dataclasses.replace(longest, adaptive=True))
-    return config, [speculation_of(config) for config in configs]
+    return config, [with_fixed_k(config) for config in configs]
 
 
 def _with_lengths(config: SpeculativeConfig, lengths: list[int]) -> list[SpeculativeConfig]:
@@ -138,21 +137,18 @@ def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
         )
 
 
-def speculation_of(config: SpeculativeConfig) -> Speculation:
-    """Returns what the engine is told of a complete configuration."""
-    return Speculation(
-        config.k,
-        config.rejection_sample_method,
-        config.synthetic_acceptance_length or 0.0,
-        config.draft_driver,
-        config.draft_stop_threshold,
-        config.prompt_lookup_min or 0,
-        config.prompt_lookup_max or 0,
-        config.draft_position,
-        config.draft_sample_method == "probabilistic",
-        config.draft_proposals or 0,
-        config.adaptive or False,
-    )
+def with_fixed_k(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Drafts always k tokens, unless the configuration says that the engine chooses."""
+    return dataclasses.replace(config, adaptive=bool(config.adaptive))
+
+
+def may_stop_early(config: SpeculativeConfig) -> bool:
+    """Returns whether an iteration may draft fewer tokens than k.
+
+    It may end below a threshold, prompt lookup may find nothing, or the engine chooses.
+    """
+    can_find_nothing = config.method == "ngram"
+    return config.draft_stop_threshold > 0 or can_find_nothing or bool(config.adaptive)
 
 
 def parse_draft_lengths(text: str) -> list[int]:

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
+from paceline.bench.drafting import may_stop_early
 from paceline.bench.floor import iteration_passes, work_of
 from paceline.bench.gpu_state import GpuSample, GpuSampler, gpu_state
 from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once, trace
-from paceline.bench.workload import Speculation, Workload
+from paceline.bench.workload import Workload
 from paceline.device import capture_progress
+from paceline.speculative_config import SpeculativeConfig
+from paceline.startup import speculative_options
 
 _MIN_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
@@ -35,7 +38,7 @@ def can_trace(device: str) -> bool:
 def make_executor(
     target: BenchModel,
     draft: BenchModel | None,
-    speculation: Speculation | None,
+    speculation: SpeculativeConfig | None,
     workload: Workload,
     *,
     num_threads: int = 0,
@@ -46,7 +49,7 @@ def make_executor(
 
     `show_progress` shows a bar while graphs are captured, if standard error is a terminal.
     """
-    k = 0 if speculation is None else speculation.num_speculative_tokens
+    k = 0 if speculation is None else speculation.k
     options: dict[str, Any] = {
         "max_model_len": workload.input_len + workload.output_len,
         "max_num_seqs": workload.concurrency,
@@ -56,21 +59,10 @@ def make_executor(
         # Runs repeat their prompts, and each run shall compute them.
         "enable_prefix_caching": False,
         "num_threads": num_threads,
-        "num_speculative_tokens": k,
         "use_null_device": use_null_device,
     }
     if speculation is not None:
-        options["accept_method"] = speculation.accept_method
-        options["synthetic_acceptance_length"] = speculation.synthetic_acceptance_length
-        options["draft_driver"] = speculation.draft_driver
-        options["draft_stop_threshold"] = speculation.draft_stop_threshold
-        options["samples_drafts"] = speculation.samples_drafts
-        options["num_draft_proposals"] = speculation.num_draft_proposals
-        options["ngram_min"] = speculation.ngram_min
-        options["ngram_max"] = speculation.ngram_max
-        options["adaptive"] = speculation.adaptive
-        if speculation.draft_position is not None:
-            options["draft_position"] = speculation.draft_position
+        options |= speculative_options(speculation)
     drafter = None if draft is None else draft.model
     with capture_progress(is_shown=show_progress) as report:
         return _core.Executor(target.model, drafter, options, report)
@@ -79,7 +71,7 @@ def make_executor(
 def measure(
     target: BenchModel,
     draft: BenchModel | None,
-    speculation: Speculation | None,
+    speculation: SpeculativeConfig | None,
     workloads: Sequence[Workload],
     *,
     num_threads: int = 0,
@@ -246,12 +238,13 @@ class _Samples:
 def _sum_up(
     target: BenchModel,
     draft: BenchModel | None,
-    speculation: Speculation | None,
+    speculation: SpeculativeConfig | None,
     workload: Workload,
     samples: _Samples,
 ) -> Measurement:
     """Summarises the runs, except for the times of the engine's start."""
-    k = 0 if speculation is None else speculation.num_speculative_tokens
+    k = 0 if speculation is None else speculation.k
+    imposed = None if speculation is None else speculation.synthetic_acceptance_length
     runs, times = samples.runs, samples.iteration_ms
     iteration_ms = statistics.median(times) if times else 0.0
     idle_us = statistics.median(samples.idle_us) if times else 0.0
@@ -269,11 +262,9 @@ def _sum_up(
         prompts_ms=statistics.median(run.prompts_ms for run in runs),
         tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
         num_draft_tokens=k,
-        may_stop_early=speculation is not None and speculation.may_stop_early,
-        is_adaptive=speculation is not None and speculation.adaptive,
-        imposed_acceptance_length=(speculation.synthetic_acceptance_length or None)
-        if speculation is not None
-        else None,
+        may_stop_early=speculation is not None and may_stop_early(speculation),
+        is_adaptive=speculation is not None and bool(speculation.adaptive),
+        imposed_acceptance_length=imposed,
         target_experts=target_experts,
         draft_experts=draft_experts,
         weight_bytes=work.weight_bytes,

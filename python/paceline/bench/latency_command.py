@@ -46,10 +46,11 @@ from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.plot import draw_report
 from paceline.bench.report import GPU_LEGEND, GrowingTable, Output, write_json
-from paceline.bench.workload import Speculation, Workload
+from paceline.bench.workload import Workload
 from paceline.console import check_output, tell
 from paceline.device import resolve_device
 from paceline.progress import progress_bar
+from paceline.speculative_config import SpeculativeConfig
 
 
 def run_latency(args: argparse.Namespace) -> int:
@@ -103,7 +104,7 @@ class _Cell:
 
     variant: str
     drafter: BenchModel | None
-    speculation: Speculation | None
+    speculation: SpeculativeConfig | None
     concurrency: int
     input_len: int
     num_runs: int
@@ -318,12 +319,12 @@ def _check_lengths(input_len: int, output_len: int, setup: Setup) -> None:
             )
 
 
-def _variants(setup: Setup) -> Iterator[tuple[str, BenchModel | None, Speculation | None]]:
+def _variants(setup: Setup) -> Iterator[tuple[str, BenchModel | None, SpeculativeConfig | None]]:
     """The configurations of every cell: plain decoding, then every k and driver."""
     yield "plain", None, None
     drivers = {speculation.draft_driver for speculation in setup.speculations}
     for speculation in setup.speculations:
-        name = f"k={speculation.num_speculative_tokens}"
+        name = f"k={speculation.k}"
         if len(drivers) > 1 or speculation.draft_driver != "unrolled":
             name += f" {speculation.draft_driver}"
         if speculation.adaptive:

@@ -13,7 +13,7 @@ from paceline.bench.floor import CUDA_BF16_FLOPS
 from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel
 from paceline.bench.report import GPU_COLUMNS, Column, machine_name, report_facts, table
-from paceline.bench.workload import Speculation
+from paceline.speculative_config import SpeculativeConfig
 
 Row = Mapping[str, Any]
 
@@ -76,7 +76,7 @@ class Setup:
 
     target: BenchModel
     draft: BenchModel | None
-    speculations: list[Speculation]
+    speculations: list[SpeculativeConfig]
     device: str
     model_build_s: float
     seconds_before: float
@@ -106,9 +106,8 @@ class Setup:
             "draft": draft and draft.name,
             "draft_matrix_bytes": draft and draft.costs.all_bytes,
             "weight_dtype": dtype,
-            "accept_method": speculation and speculation.accept_method,
-            "synthetic_acceptance_length": speculation
-            and (speculation.synthetic_acceptance_length or None),
+            "accept_method": speculation and speculation.rejection_sample_method,
+            "synthetic_acceptance_length": speculation and speculation.synthetic_acceptance_length,
             "peak_tflops": CUDA_BF16_FLOPS / 1e12 if is_gpu and dtype == "bfloat16" else None,
         }
 
@@ -173,7 +172,7 @@ def setup_lines(setup: Setup, read_bandwidth: float, startup: Mapping[str, Any])
     if draft is not None and setup.speculations:
         speculation = setup.speculations[0]
         length = speculation.synthetic_acceptance_length
-        judged = speculation.accept_method + (f" length {length}" if length else "")
+        judged = speculation.rejection_sample_method + (f" length {length}" if length else "")
         size = f"{draft.costs.all_bytes / 1e6:.1f} MB of matrices"
         lines.append(f"draft  {draft.name}: {size}, {judged}")
     if target.loaded.is_dummy:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from paceline.bench.drafting import speculation_of
+from paceline.bench.drafting import with_fixed_k
 from paceline.bench.floor import Speed, with_floor
 from paceline.bench.latency import measure
 from paceline.bench.models import BenchModel, load, load_draft
@@ -150,9 +150,8 @@ def _measure_row(
     input_len = round(statistics.fmean(map(len, prompts))) if prompts else args.input_len
     workload = Workload(concurrency, input_len, args.output_len, {"temperature": temperature})
     eos = () if pair.is_dummy else target.loaded.eos_token_ids
-    speculation = speculation_of(config)
     [row] = measure(
-        target, draft, speculation, [workload], num_threads=args.num_threads, rounds=1,
+        target, draft, with_fixed_k(config), [workload], num_threads=args.num_threads, rounds=1,
         requests=Requests(count, prompts, eos), show_progress=not args.quiet, after_run=after_run,
     )  # fmt: skip
     speed.forget()
