@@ -99,8 +99,8 @@ struct ExecutorOptions {
   int32_t max_num_batched_tokens = 0;
   // Largest number of prompt tokens of one sample in one iteration, up to 524,288; 0 is
   // max_num_batched_tokens, but while other samples decode, the prompt tokens of all together are
-  // limited so that an iteration takes about 2.75 times as long as one without, by measured times
-  // (with `standard` and `block` acceptance 384 tokens).
+  // limited by measured times, so that the others wait little (docs/architecture.md; with
+  // `standard` and `block` acceptance 384 tokens).
   int32_t prefill_chunk_size = 0;
   int32_t max_waiting_requests = 0;  // largest number of queued requests; 0 is no bound
   // Size of the KV pool of all groups, in bytes; 0 is the size that default_kv_cache_size() gives.
