@@ -158,7 +158,7 @@ def list_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
 def plain_data(name: str, value: Any) -> Any:
     """Rebuilds a value out of str, int, float, bool, None, list, tuple and dict.
 
-    Objects of other classes have methods that the sandbox does not know. Dataclasses, pydantic
+    The process that renders templates gets no objects of other classes. Dataclasses, pydantic
     models and NumPy scalars become their contents; anything else, the name of its type, as
     transformers does.
 

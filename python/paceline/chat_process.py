@@ -113,7 +113,9 @@ class _Renderer:
         if self._process is None:
             self._connection, theirs = Pipe()
             with theirs:
-                self._process = start_python("paceline.chat_sandbox", theirs.fileno())
+                self._process = start_python(
+                    "paceline.chat_sandbox", theirs.fileno(), stdout=subprocess.DEVNULL
+                )
             lifetime.register(self)
         return self._connection
 
@@ -125,7 +127,10 @@ class _Renderer:
             self._process = None
 
     def close(self) -> None:
-        """Ends the process; see `lifetime`."""
+        """Ends the process, and what it renders; see `lifetime`."""
+        process = self._process
+        if process is not None:
+            process.kill()  # so that no other thread keeps the lock for long
         with self._lock:
             self._end()
 

@@ -142,17 +142,10 @@ def _facts(service: Service) -> dict[str, Endpoint]:
         return JsonResponse(described)
 
     async def metrics(_: Request) -> Response:
-        # Replicas are asked, and one may be slow to answer.
-        made = (
-            service.metrics()
-            if service.replicas is None
-            else await service.in_worker(service.metrics)
-        )
-        return Response(made, media_type=CONTENT_TYPE)
+        return Response(await service.ask(service.metrics), media_type=CONTENT_TYPE)
 
     async def stats(_: Request) -> Response:
-        read = service.stats
-        return JsonResponse(read() if service.replicas is None else await service.in_worker(read))
+        return JsonResponse(await service.ask(service.stats))
 
     async def version(_: Request) -> Response:
         return JsonResponse({"version": paceline.__version__})

@@ -117,15 +117,14 @@ class ChatCall:
     Attributes:
         messages: The conversation.
         template_arguments: Keyword arguments of `ChatTemplates.render`.
-        make_parser: Makes what divides the text of an output into content, reasoning and calls;
-            None = it is content.
+        make_parser: Makes what divides the text of an output into content, reasoning and calls.
         wishes: All else.
         shown: Fields that the response repeats.
     """
 
     messages: list[Any]
     template_arguments: dict[str, Any]
-    make_parser: Callable[[], Parser] | None
+    make_parser: Callable[[], Parser]
     wishes: Wishes
     shown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -316,7 +315,7 @@ def message_form(
     calls: StructuredOutputsParams | None,
     text_format: Format | None,
     arguments: Mapping[str, Any],
-) -> tuple[Callable[[], Parser] | None, SamplingParams]:
+) -> tuple[Callable[[], Parser], SamplingParams]:
     """Decides what a message must look like and how its text is divided.
 
     Args:
@@ -348,9 +347,9 @@ def message_form(
     wants_marks = fields.peek("skip_special_tokens") is False
     is_continued = arguments.get("continue_final_message", False)
     if text_format is None or is_continued:
-        return None, default
+        return Parser, default
     if not (has_tools or (text_format.is_always_read and not wants_marks)):
-        return None, default
+        return Parser, default
     if text_format.is_always_read:
         fields.take("skip_special_tokens")
         default = dataclasses.replace(default, skip_special_tokens=False)

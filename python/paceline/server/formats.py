@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -30,16 +29,20 @@ class Part(NamedTuple):
     name: str = ""
 
 
-class Parser(ABC):
-    """Divides the text of one output into parts."""
+class Parser:
+    """Divides the text of one output into parts. This one takes all of it for content."""
 
-    @abstractmethod
     def push(self, text: str) -> list[Part]:
         """Takes the next piece and returns what is certain by now."""
+        return [Part("content", text)] if text else []
 
-    @abstractmethod
     def finish(self) -> list[Part]:
         """Returns the rest, when the output has ended."""
+        return []
+
+    def take(self, text: str, *, is_last: bool) -> list[Part]:
+        """Takes the next piece, and the end of the output after the last one."""
+        return self.push(text) + (self.finish() if is_last else [])
 
 
 # ---- tags: Hermes, Qwen, Gemma 4 -----------------------------------------------------------------
@@ -184,7 +187,7 @@ class JsonParser(Parser):
     def push(self, text: str) -> list[Part]:
         """See `Parser`."""
         if self._is_text:
-            return [Part("content", text)] if text else []
+            return super().push(text)
         self._text += text
         begin = self._text.lstrip()
         if not begin or begin[0] == "{" or self._TAG.startswith(begin[: len(self._TAG)]):

@@ -106,7 +106,7 @@ class SingleRun(Run):
             context: See `Run`.
         """
         super().__init__([stream], context)
-        self._parser = None if call.make_parser is None else call.make_parser()
+        self._parser = call.make_parser()
 
     async def parts(self) -> AsyncGenerator[list[Part]]:
         """Yields the parts of the output as they become certain.
@@ -115,11 +115,7 @@ class SingleRun(Run):
             RequestError: The engine failed to complete the request.
         """
         async for chunk in self._streams[0]:
-            if self._parser is None:
-                parts = [Part("content", chunk.text)] if chunk.text else []
-            else:
-                parts = self._parser.push(chunk.text)
-                parts += self._parser.finish() if chunk.finished else []
+            parts = self._parser.take(chunk.text, is_last=chunk.finished)
             self.note(0, chunk)
             yield parts
 

@@ -262,9 +262,10 @@ class Service:
 
         return await self._in(self._writer, write)
 
-    async def in_worker(self, call: Callable[[], _T]) -> _T:
-        """Makes a call that asks the replicas, in another thread."""
-        return await self._in(self._worker, call)
+    async def ask(self, call: Callable[[], _T]) -> _T:
+        """Makes a call that asks the engine: with replicas, of which one may be slow to answer, in
+        another thread."""
+        return call() if self.replicas is None else await self._in(self._worker, call)
 
     async def _in(self, pool: ThreadPoolExecutor, call: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(pool, call)

@@ -14,7 +14,6 @@ from typing import Any
 from paceline.outputs import (
     CompletionOutput,
     Logprob,
-    RequestMetrics,
     RequestOutput,
     StreamChunk,
     TokenLogprobs,
@@ -179,7 +178,7 @@ class ChatShape(Shape):
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, wishes: Wishes, make_parser: Callable[[], Parser] | None = None) -> None:
+    def __init__(self, wishes: Wishes, make_parser: Callable[[], Parser]) -> None:
         """Takes what the request asks for.
 
         Args:
@@ -188,22 +187,19 @@ class ChatShape(Shape):
         """
         super().__init__(wishes)
         self._make_parser = make_parser
-        self._parsers: dict[int, Parser] = {}  # of a stream, by sample
-        self._num_calls: collections.Counter[int] = collections.Counter()  # likewise
+        # Of a stream, by sample.
+        self._parsers: collections.defaultdict[int, Parser] = collections.defaultdict(make_parser)
+        self._num_calls: collections.Counter[int] = collections.Counter()
 
     def whole(
         self, output: CompletionOutput, request: RequestOutput, offsets: list[int]
     ) -> dict[str, Any]:
         """See `Shape`."""
-        message: dict[str, Any] = {"role": "assistant", "content": output.text}
-        calls: list[dict[str, Any]] = []
-        if self._make_parser is not None:
-            parser = self._make_parser()
-            parts = parser.push(output.text) + parser.finish()
-            text, reasoning, calls = _divide(parts)
-            message["content"] = text or (None if calls else "")
-            message |= {"reasoning": reasoning} if reasoning else {}
-            message |= {"tool_calls": calls} if calls else {}
+        parts = self._make_parser().take(output.text, is_last=True)
+        text, reasoning, calls = _divide(parts)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        message |= {"reasoning": reasoning} if reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
         choice = {"message": message, "logprobs": self._logprobs(output.logprobs)}
         choice = self.finish(choice, output, offsets)
         return _with_calls(choice, has_calls=bool(calls))
@@ -231,12 +227,7 @@ class ChatShape(Shape):
 
     def _read(self, chunk: StreamChunk) -> dict[str, Any]:
         """Returns what a chunk adds to a message."""
-        if self._make_parser is None:
-            return {"content": chunk.text} if chunk.text else {}
-        parser = self._parsers.get(chunk.sample)
-        if parser is None:
-            parser = self._parsers[chunk.sample] = self._make_parser()
-        parts = parser.push(chunk.text) + (parser.finish() if chunk.finished else [])
+        parts = self._parsers[chunk.sample].take(chunk.text, is_last=chunk.finished)
         text, reasoning, calls = _divide(parts)
         delta: dict[str, Any] = {"reasoning": reasoning} if reasoning else {}
         if calls:
@@ -327,12 +318,6 @@ def metrics_of(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
     """Makes the metrics of a request; None if it has several prompts."""
     if len(outputs) != 1:
         return None
-    metrics: RequestMetrics = outputs[0].metrics
-    return {
-        "time_to_first_token_ms": metrics.time_to_first_token_ms,
-        "generation_time_ms": metrics.generation_time_ms,
-        "total_time_ms": metrics.total_time_ms,
-        "mean_itl_ms": metrics.mean_itl_ms,
-        "tokens_per_second": metrics.tokens_per_second,
-        "speculative_decoding": metrics.speculative_decoding,
-    }
+    metrics = outputs[0].metrics.to_dict()
+    shown = {key: value for key, value in metrics.items() if not key.startswith("num_")}
+    return {**shown, "speculative_decoding": outputs[0].metrics.speculative_decoding}
