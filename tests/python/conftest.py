@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ import tiny_models
 from assistant_models import AssistantSpec
 from block_models import BlockSpec
 from eagle_models import EagleSpec
-from paceline import LLM, AsyncLLM
+from paceline import LLM, AsyncLLM, _core
 from tiny_models import TinySpec, make
 
 
@@ -40,6 +41,21 @@ def auto_is_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Makes "auto" the CPU even on machines with a GPU, which the files test_cuda*.py test."""
     if not request.node.path.name.startswith("test_cuda"):
         monkeypatch.setattr("paceline.device._auto_device", lambda: "cpu")
+
+
+@pytest.fixture
+def quick_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips what a bench measures of the machine, which takes half a second: 40 GB/s are read."""
+    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
+    monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: 1e15)
+
+
+@pytest.fixture(scope="session")
+def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with only the `config.json` of a tiny Gemma 3."""
+    folder = tmp_path_factory.mktemp("config")
+    shutil.copy(make(TinySpec("gemma3", seed=3)) / "config.json", folder)
+    return folder
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +35,8 @@ STOPPING = json.dumps(
     }
 )
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 QUICK = ["--concurrency", "1,3", "--input-len", "9", "--output-len", "16", "--rounds", "1"]
 
 ROW_KEYS = {
@@ -47,22 +48,6 @@ ROW_KEYS = {
     "start_to_first_token_s", "target_experts", "draft_experts", "prompts_ms", "prompt_floor_ms",
     "may_stop_early", "is_adaptive", "imposed_acceptance_length", "gpu", "rounds", "at_lengths",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with only a `config.json`."""
-    folder = tmp_path_factory.mktemp("config")
-    source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
-    shutil.copy(source / "config.json", folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips the measurement of the read bandwidth, which takes half a second."""
-    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
-    monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: 1e15)
 
 
 def children_cpu_s() -> float:

@@ -19,15 +19,12 @@ from paceline.bench import arrivals, models, runs
 from paceline.bench.runs import Requests
 from paceline.bench.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     return tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
-
-
-@pytest.fixture(autouse=True)
-def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
 
 
 def bench(folder: Path, *extra: str) -> int:

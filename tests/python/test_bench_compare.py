@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import _core, cli
+from paceline import cli
 from paceline.bench.compare.ratios import Ratio
 from paceline.bench.serve.command import _command_of
 
@@ -221,11 +221,10 @@ def test_a_file_that_is_no_report(
     assert "'empty.json' has no row of a bench; allowed: a file that" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_machine")
 def test_reports_of_every_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
-    monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: 1e15)
     monkeypatch.chdir(tmp_path)
     short = ["--input-len", "9", "--output-len", "8", "--quiet", "--concurrency", "2"]
     benches = {

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tiny_models
 from bench_work import attention_flops, iteration_work, kv_bytes_read
 from paceline.bench import floor, latency, models
 from paceline.bench.costs import (
@@ -22,15 +20,6 @@ from paceline.bench.costs import (
 from paceline.bench.workload import Workload
 from paceline.loader import decoder_config, drafter_config
 from paceline.loader.drafters import Target
-
-
-@pytest.fixture(scope="module")
-def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with only a `config.json`."""
-    folder = tmp_path_factory.mktemp("config")
-    source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
-    shutil.copy(source / "config.json", folder)
-    return folder
 
 
 def test_draft_heads_that_ship_as_configurations() -> None:

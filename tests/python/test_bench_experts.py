@@ -16,14 +16,9 @@ from paceline.bench import floor, latency, models
 from paceline.bench.workload import Workload
 from tiny_models import TinySpec
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 GPT_OSS = TinySpec("gpt_oss", seed=31, num_experts=8, top_k=3)
-
-
-@pytest.fixture(autouse=True)
-def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips the measurements of the machine, which take half a second."""
-    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
-    monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: 1e15)
 
 
 def measured(

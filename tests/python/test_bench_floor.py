@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +11,10 @@ from typing import Any
 
 import pytest
 
-import tiny_models
 from bench_work import iteration_work, kv_bytes_read
 from paceline import _core, cli
 from paceline.bench import floor, latency, models
 from paceline.bench.workload import Workload
-
-
-@pytest.fixture
-def config_dir(tmp_path: Path) -> Path:
-    """A folder with only a `config.json`."""
-    source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
-    shutil.copy(source / "config.json", tmp_path)
-    return tmp_path
 
 
 class FixedSpeed(floor.Speed):

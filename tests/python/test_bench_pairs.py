@@ -20,6 +20,8 @@ from paceline.bench import models
 from paceline.bench.pairs import command, known, options
 from paceline.demo import demo_paths
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 QUICK = ["--input-len", "9", "--output-len", "16", "--concurrency", "1,4"]
 PROMPTS = ["def quicksort(items):", "class Queue:", "import os\n", "x = 1"]
 
@@ -60,12 +62,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     values = json.loads(config.read_text())
     config.write_text(json.dumps(values | {"intermediate_size": 2**24, "hidden_size": 2**16}))
     yield folder
-
-
-@pytest.fixture(autouse=True)
-def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
-    monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: 1e15)
 
 
 def bench(*extra: str) -> int:

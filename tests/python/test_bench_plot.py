@@ -12,26 +12,14 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from paceline import _core, cli
+from paceline import cli
 from paceline.bench import plot
 
+pytestmark = pytest.mark.usefixtures("quick_machine")
+
 QUICK = [
-    "--demo",
-    "--concurrency",
-    "1,3",
-    "--input-len",
-    "9",
-    "--output-len",
-    "16",
-    "--rounds",
-    "1",
-]
-
-
-@pytest.fixture(autouse=True)
-def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
-    monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: 1e15)
+    "--demo", "--concurrency", "1,3", "--input-len", "9", "--output-len", "16", "--rounds", "1",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -135,25 +123,32 @@ def test_without_matplotlib(
         (["latency", "--plot", "no/such/a.png"], 2, "--plot is 'no/such/a.png', but there is no"),
         (["plot", "no/such", "--out", "a.png"], 3, "no/such: No such file"),
         (["plot", "REPORT", "--out", "a.txt"], 2, "--out is 'a.txt'"),
-        (["plot", "REPORT", "--out", "a.png"], 2, "is not a report with rows"),
     ],
 )
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": []}', "[" * 99999])
 def test_refusals(
     argv: list[str],
     code: int,
     message: str,
-    content: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delattr("paceline.bench.latency_command.load")
     monkeypatch.chdir(tmp_path)
-    Path("REPORT").write_text(content)
     assert cli.main(["bench", *argv]) == code
     assert message in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["REPORT"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": []}', "[" * 99999])
+def test_a_file_that_is_no_report(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "REPORT"
+    report.write_text(content)
+    assert cli.main(["bench", "plot", str(report), "--out", str(tmp_path / "a.png")]) == 2
+    assert "is not a report with rows" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [report]
 
 
 def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

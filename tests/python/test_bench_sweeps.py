@@ -6,13 +6,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tiny_models
 from bench_work import drafting
 from paceline import _core, cli
 from paceline.bench import floor, gpu_state, latency_command, models
@@ -29,15 +27,6 @@ from paceline.loader import decoder_config
 
 ROOT = Path(__file__).parents[2]
 LENGTH = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.7}
-
-
-@pytest.fixture
-def config_dir(tmp_path: Path) -> Path:
-    """A folder with only a `config.json`."""
-    source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
-    (tmp_path / "config").mkdir()
-    shutil.copy(source / "config.json", tmp_path / "config")
-    return tmp_path / "config"
 
 
 @pytest.fixture(autouse=True)
