@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any, Final
 
 from paceline.bench.arrivals import DEFAULT_NUM_PROMPTS
@@ -42,44 +43,43 @@ _TYPES: Final = {"N": integer, "T": number, "X": number}
 def _add(
     group: Any,
     flag: str,
-    metavar: str,
+    kind: str | tuple[str, ...],
     text: str,
     default: Any = None,
     shown: str = "",
     **more: Any,
 ) -> None:
-    """Adds an option with a value, whose type follows from the metavar.
+    """Adds an option.
 
     Args:
         group: Where to add it.
         flag: Its flag.
-        metavar: The name of its value.
+        kind: The metavar of its value, which decides the type; "" for a switch; or its choices.
         text: Its help, without the default.
         default: Its default.
         shown: What the help says of the default; "" = the default itself, and "none" for None.
         more: Further arguments of argparse.
     """
+    if kind == "":
+        group.add_argument(flag, action="store_true", help=f"{text} (default: {shown or 'off'})")
+        return
     shown = shown or ("none" if default is None else str(default))
-    kind, text = _TYPES.get(metavar, str), f"{text} (default: {shown})"
-    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text, **more)
+    if isinstance(kind, str):
+        more |= {"metavar": kind, "type": _TYPES.get(kind, str)}
+    else:
+        more["choices"] = kind
+    group.add_argument(flag, default=default, help=f"{text} (default: {shown})", **more)
 
 
-def _add_choice(group: Any, flag: str, choices: tuple[str, ...], text: str, default: str) -> None:
-    text += f" (default: {default})"
-    group.add_argument(flag, choices=choices, default=default, help=text)
-
-
-def _add_switch(group: Any, flag: str, text: str, shown: str = "off") -> None:
-    group.add_argument(flag, action="store_true", help=f"{text} (default: {shown})")
+def _add_all(group: Any, options: Iterable[tuple[Any, ...]]) -> None:
+    """Adds options, each with the arguments of `_add` from `flag` to `shown`."""
+    for option in options:
+        _add(group, *option)
 
 
 def _add_json(group: Any, text: str) -> None:
     """Adds --json for commands that may print the JSON instead of a table."""
     _add(group, "--json", "FILE", text, nargs="?", const="-")
-
-
-def _add_plot(group: Any, curves: str) -> None:
-    _add(group, "--plot", "FILE", f"draw {curves}; {PLOT_NEEDS}")
 
 
 def _add_engine(parser: argparse.ArgumentParser, *, has_demo: bool) -> Any:
@@ -108,108 +108,92 @@ def add_latency_parser(kinds: Any) -> argparse.ArgumentParser:
     )
     _add_latency_models(parser.add_argument_group("models"))
     _add_latency_requests(parser.add_argument_group("requests"))
-    engine = _add_engine(parser, has_demo=True)
-    _add(
-        engine, "--num-speculative-tokens", "LIST",
-        f"k to compare, 1 to {MAX_SPECULATIVE_TOKENS}, one row each, instead of "
-        "'num_speculative_tokens' in --speculative-config", shown="its k",
-    )  # fmt: skip
-    _add_switch(
-        engine, "--adaptive",
-        "measure also an engine that chooses how many tokens it drafts, up to the largest k",
-        "off, the number of drafts is fixed",
-    )  # fmt: skip
-    _add(
-        engine, "--drivers", "LIST",
-        "draft drivers to compare, one row each, instead of 'draft_driver' in "
-        f"--speculative-config: any of {', '.join(DRAFT_DRIVERS)}", shown="unrolled",
-    )  # fmt: skip
-    _add_switch(engine, "--host-only", "run no ops, to measure the work of the host alone")
+    _add_all(_add_engine(parser, has_demo=True), (
+        ("--num-speculative-tokens", "LIST",
+         f"k to compare, 1 to {MAX_SPECULATIVE_TOKENS}, one row each, instead of "
+         "'num_speculative_tokens' in --speculative-config", None, "its k"),
+        ("--adaptive", "",
+         "measure also an engine that chooses how many tokens it drafts, up to the largest k",
+         False, "off, the number of drafts is fixed"),
+        ("--drivers", "LIST",
+         "draft drivers to compare, one row each, instead of 'draft_driver' in "
+         f"--speculative-config: any of {', '.join(DRAFT_DRIVERS)}", None, "unrolled"),
+        ("--host-only", "", "run no ops, to measure the work of the host alone"),
+    ))  # fmt: skip
     output = parser.add_argument_group("output")
     _add_json(
         output,
         "write the report as a JSON object after every row; without FILE, print only this object, "
         "at the end",
     )
-    _add_plot(output, "time and tokens per second against concurrency")
-    _add(
-        output, "--trace", "FILE",
-        "write the time of each kernel of one iteration, in which draft steps run one after "
-        "another with every driver; needs --device cuda",
-    )  # fmt: skip
-    _add(
-        output, "--acceptance-lengths", "LIST",
-        "print tokens per second at these acceptance lengths, 1 to k + 1, computed from the "
-        "measured iterations; none = do not", DEFAULT_LENGTHS,
-    )  # fmt: skip
+    _add_all(output, (
+        ("--plot", "FILE", f"draw time and tokens per second against concurrency; {PLOT_NEEDS}"),
+        ("--trace", "FILE",
+         "write the time of each kernel of one iteration, in which draft steps run one after "
+         "another with every driver; needs --device cuda"),
+        ("--acceptance-lengths", "LIST",
+         "print tokens per second at these acceptance lengths, 1 to k + 1, computed from the "
+         "measured iterations; none = do not", DEFAULT_LENGTHS),
+    ))  # fmt: skip
     add_quiet_option(output, "show no progress")
     return parser
 
 
 def _add_latency_models(group: Any) -> None:
-    source = group.add_mutually_exclusive_group()
-    _add(
-        source, "--model", "DIR_OR_ID",
-        "measure this checkpoint: a folder, or a model of the Hugging Face Hub",
-        shown="none, a dummy pair",
-    )  # fmt: skip
-    _add(
-        source, "--config", "DIR_ID_OR_NAME",
-        "measure dummy weights for the config.json of this folder or of this model of the hub, or "
-        "for a named configuration",
-    )  # fmt: skip
-    _add_switch(source, "--demo", "measure the draft_model demo")
-    _add(
-        group, "--speculative-config", "JSON", "as for `generate`",
-        shown="k=4 for the dummy pair, for --demo and for --draft-config; otherwise none, plain "
-        "decoding alone",
-    )  # fmt: skip
-    _add(
-        group, "--draft-config", "DIR_ID_OR_NAME",
-        "a drafter with dummy weights for the config.json of this folder or of this model of the "
-        "hub, or for a named configuration, instead of 'model' in --speculative-config",
-        shown="none; without --speculative-config, k=4 and synthetic length 2.2",
-    )  # fmt: skip
-    _add(
-        group, "--num-layers", "N",
-        "with --config: keep the first N layers, N >= 1, and the drafter, for models that do not "
-        "fit the machine", shown="all",
-    )  # fmt: skip
+    _add_all(group.add_mutually_exclusive_group(), (
+        ("--model", "DIR_OR_ID",
+         "measure this checkpoint: a folder, or a model of the Hugging Face Hub",
+         None, "none, a dummy pair"),
+        ("--config", "DIR_ID_OR_NAME",
+         "measure dummy weights for the config.json of this folder or of this model of the hub, "
+         "or for a named configuration"),
+        ("--demo", "", "measure the draft_model demo"),
+    ))  # fmt: skip
+    _add_all(group, (
+        ("--speculative-config", "JSON", "as for `generate`", None,
+         "k=4 for the dummy pair, for --demo and for --draft-config; otherwise none, plain "
+         "decoding alone"),
+        ("--draft-config", "DIR_ID_OR_NAME",
+         "a drafter with dummy weights for the config.json of this folder or of this model of the "
+         "hub, or for a named configuration, instead of 'model' in --speculative-config",
+         None, "none; without --speculative-config, k=4 and synthetic length 2.2"),
+        ("--num-layers", "N",
+         "with --config: keep the first N layers, N >= 1, and the drafter, for models that do not "
+         "fit the machine", None, "all"),
+    ))  # fmt: skip
     add_hub_options(group)
     dtypes = ("auto", "float32", "bfloat16")
-    _add_choice(group, "--dtype", dtypes, "dtype of the weights: auto, float32 or bfloat16", "auto")
+    _add(group, "--dtype", dtypes, "dtype of the weights: auto, float32 or bfloat16", "auto")
 
 
 def _add_latency_requests(group: Any) -> None:
-    # The default takes half a minute with the dummy pair, on two slow cores.
-    concurrency = f"requests at the same time, 1 to {MAX_NUM_SEQS}; one cell each"
-    _add(group, "--concurrency", "LIST", concurrency, "1,8")
-    _add(
-        group, "--input-len", "LIST",
-        "prompt tokens of each request, 1 or more; one cell each, and with several a table of "
-        "times to the first token", "64",
-    )  # fmt: skip
-    _add(group, "--output-len", "N", "output tokens of each request, N >= 1", 64)
-    temperature = f"temperature of every request, 0 to {MAX_TEMPERATURE:,.0f}"
-    _add(group, "--temperature", "T", temperature, shown="0, greedy")
+    # The default of --concurrency takes half a minute with the dummy pair, on two slow cores.
+    _add_all(group, (
+        ("--concurrency", "LIST",
+         f"requests at the same time, 1 to {MAX_NUM_SEQS}; one cell each", "1,8"),
+        ("--input-len", "LIST",
+         "prompt tokens of each request, 1 or more; one cell each, and with several a table of "
+         "times to the first token", "64"),
+        ("--output-len", "N", "output tokens of each request, N >= 1", 64),
+        ("--temperature", "T",
+         f"temperature of every request, 0 to {MAX_TEMPERATURE:,.0f}", None, "0, greedy"),
+    ))  # fmt: skip
     _add(
         group, "--sampling", "JSON",
         "instead of --temperature: sampling parameters of every request, for example "
         '\'{"temperature": 1, "top_p": 0.95}\'; repeatable, one row each; keys: '
         f"{', '.join(SAMPLING_KEYS)}", action="append",
     )  # fmt: skip
-    _add(
-        group, "--request-rate", "LIST",
-        "let requests arrive as a Poisson process, this many a second, and report the time "
-        "between the tokens of a request; above 0, or a share of what the engine completes if all "
-        "requests are sent at once, such as 60%%", shown="none, all start at once",
-    )  # fmt: skip
-    _add(
-        group, "--num-prompts", "N",
-        "requests of each run with --request-rate, N >= 1; --concurrency is the number that runs "
-        "at the same time", shown=str(DEFAULT_NUM_PROMPTS),
-    )  # fmt: skip
-    _add(group, "--rounds", "N", "repetitions of each measurement, N >= 1", 3)
+    _add_all(group, (
+        ("--request-rate", "LIST",
+         "let requests arrive as a Poisson process, this many a second, and report the time "
+         "between the tokens of a request; above 0, or a share of what the engine completes if "
+         "all requests are sent at once, such as 60%%", None, "none, all start at once"),
+        ("--num-prompts", "N",
+         "requests of each run with --request-rate, N >= 1; --concurrency is the number that runs "
+         "at the same time", None, str(DEFAULT_NUM_PROMPTS)),
+        ("--rounds", "N", "repetitions of each measurement, N >= 1", 3),
+    ))  # fmt: skip
 
 
 # ---- pairs ---------------------------------------------------------------------------------------
@@ -255,43 +239,33 @@ def add_pairs_parser(kinds: Any) -> argparse.ArgumentParser:
         "write the report as a JSON object after every row, with the keys of vLLM's result files; "
         "without FILE, print only this object, at the end",
     )
-    _add_plot(output, "throughput, inter-token latency and share of the floor against concurrency")
+    curves = "throughput, inter-token latency and share of the floor against concurrency"
+    _add(output, "--plot", "FILE", f"draw {curves}; {PLOT_NEEDS}")
     add_quiet_option(output, "print nothing but the results, and no bars")
     return parser
 
 
 def _add_pairs_requests(group: Any) -> None:
-    _add(group, "--temperatures", "LIST", f"temperatures, 0 to {MAX_TEMPERATURE:,.0f}", "0,1")
-    concurrency = f"requests at the same time, 1 to {MAX_NUM_SEQS}"
-    _add(group, "--concurrency", "LIST", concurrency, "1,16,64")
-    _add(
-        group, "--num-prompts", "N",
-        "requests of a row, N >= 1 and at least the largest concurrency; the next one starts when "
-        "one has ended, and prompts of a file repeat",
-        shown="the prompts of --prompts-file or 8, but at least as many as run at the same time",
-    )  # fmt: skip
-    _add(
-        group, "--input-len", "N",
-        "prompt tokens of each request to dummy weights, random ids, N >= 1", 256,
-    )  # fmt: skip
-    _add(
-        group, "--output-len", "N",
-        "output tokens of each request, N >= 1; checkpoints stop earlier at an end-of-sequence id",
-        512,
-    )  # fmt: skip
-    _add(
-        group, "--prompts-file", "FILE",
-        "prompts for checkpoints: one per line, or with the ending .jsonl as for `generate`",
-    )  # fmt: skip
-    _add_switch(
-        group, "--chat",
-        "turn each of these prompts into a conversation with the checkpoint's chat template",
-    )  # fmt: skip
-    _add_choice(
-        group, "--rejection-sample-method", _ACCEPT_METHODS,
-        "how drafts of checkpoints are accepted: coupled, standard or block, as in "
-        "--speculative-config of `generate`", "coupled",
-    )  # fmt: skip
+    _add_all(group, (
+        ("--temperatures", "LIST", f"temperatures, 0 to {MAX_TEMPERATURE:,.0f}", "0,1"),
+        ("--concurrency", "LIST", f"requests at the same time, 1 to {MAX_NUM_SEQS}", "1,16,64"),
+        ("--num-prompts", "N",
+         "requests of a row, N >= 1 and at least the largest concurrency; the next one starts "
+         "when one has ended, and prompts of a file repeat", None,
+         "the prompts of --prompts-file or 8, but at least as many as run at the same time"),
+        ("--input-len", "N",
+         "prompt tokens of each request to dummy weights, random ids, N >= 1", 256),
+        ("--output-len", "N",
+         "output tokens of each request, N >= 1; checkpoints stop earlier at an end-of-sequence "
+         "id", 512),
+        ("--prompts-file", "FILE",
+         "prompts for checkpoints: one per line, or with the ending .jsonl as for `generate`"),
+        ("--chat", "",
+         "turn each of these prompts into a conversation with the checkpoint's chat template"),
+        ("--rejection-sample-method", _ACCEPT_METHODS,
+         "how drafts of checkpoints are accepted: coupled, standard or block, as in "
+         "--speculative-config of `generate`", "coupled"),
+    ))  # fmt: skip
 
 
 # ---- serve ---------------------------------------------------------------------------------------
@@ -306,69 +280,65 @@ def add_serve_parser(kinds: Any) -> argparse.ArgumentParser:
         "table of vLLM's `bench serve` for each load, and writes its JSON. Needs aiohttp: pip "
         "install 'paceline[bench]'.",
     )
-    server = parser.add_argument_group("server")
-    _add(server, "--base-url", "URL", "the server, without /v1", "http://127.0.0.1:8000")
-    routes = f"the route: {COMPLETIONS} or {CHATS}"
-    _add_choice(server, "--endpoint", (COMPLETIONS, CHATS), routes, COMPLETIONS)
-    _add(server, "--model", "NAME", "name of the model", shown="the server's first")
-    key = "the environment variable OPENAI_API_KEY"
-    _add(server, "--api-key", "KEY", "bearer token", shown=key)
+    _add_all(parser.add_argument_group("server"), (
+        ("--base-url", "URL", "the server, without /v1", "http://127.0.0.1:8000"),
+        ("--endpoint", (COMPLETIONS, CHATS), f"the route: {COMPLETIONS} or {CHATS}", COMPLETIONS),
+        ("--model", "NAME", "name of the model", None, "the server's first"),
+        ("--api-key", "KEY", "bearer token", None, "the environment variable OPENAI_API_KEY"),
+    ))  # fmt: skip
     _add_serve_requests(parser.add_argument_group("requests"))
     _add_serve_load(parser.add_argument_group("load"))
     output = parser.add_argument_group("output")
-    _add(output, "--json", "FILE", "write the result with vLLM's keys; several loads are a list")
-    _add_switch(output, "--save-detailed", "add the times and texts of each request to --json")
-    _add(output, "--label", "TEXT", "a label of the result")
-    _add_plot(output, "throughput, TTFT and ITL against load")
+    _add_all(output, (
+        ("--json", "FILE", "write the result with vLLM's keys; several loads are a list"),
+        ("--save-detailed", "", "add the times and texts of each request to --json"),
+        ("--label", "TEXT", "a label of the result"),
+        ("--plot", "FILE", f"draw throughput, TTFT and ITL against load; {PLOT_NEEDS}"),
+    ))  # fmt: skip
     add_quiet_option(output, "print nothing but the tables, and no bars")
     return parser
 
 
 def _add_serve_requests(group: Any) -> None:
-    _add_choice(
-        group, "--dataset-name", DATASETS,
-        "random tokens; prefix_repetition, random tokens after one of several common prefixes; "
-        "sharegpt, the first messages of a JSON list of conversations; or custom, lines "
-        '{"prompt": ..., "output_tokens": ...}', "random",
-    )  # fmt: skip
-    _add(group, "--dataset-path", "FILE", "file of sharegpt and custom")
-    _add(group, "--num-prompts", "N", "requests of each load, N >= 1", 100)
-    _add(group, "--input-len", "N", "tokens of a made prompt after its prefix, N >= 1", 256)
-    custom = "128, or what the lines of custom say"
-    _add(group, "--output-len", "N", "tokens to generate, N >= 1", shown=custom)
-    _add(group, "--prefix-len", "N", "common tokens of made prompts, N >= 0", 0)
-    _add(group, "--num-prefixes", "N", "different prefixes, N >= 1", 1)
-    _add(group, "--seed", "N", "of prompts and arrivals, N >= 0", 0)
-    share = "made lengths vary by this share, 0 to less than 1"
-    _add(group, "--range-ratio", "X", share, 0.0, "0")
-    _add(
-        group, "--token-ids", "LOW,HIGH",
-        "ids that made prompts have, without special tokens; chats get words instead", "100,999",
-    )  # fmt: skip
-    _add(group, "--temperature", "T", "sampling temperature, T >= 0", shown="the server's")
-    _add_switch(group, "--ignore-eos", "go on after an end-of-sequence token")
-    _add(group, "--extra-body", "JSON", "object with further fields of each request")
+    _add_all(group, (
+        ("--dataset-name", DATASETS,
+         "random tokens; prefix_repetition, random tokens after one of several common prefixes; "
+         "sharegpt, the first messages of a JSON list of conversations; or custom, lines "
+         '{"prompt": ..., "output_tokens": ...}', "random"),
+        ("--dataset-path", "FILE", "file of sharegpt and custom"),
+        ("--num-prompts", "N", "requests of each load, N >= 1", 100),
+        ("--input-len", "N", "tokens of a made prompt after its prefix, N >= 1", 256),
+        ("--output-len", "N", "tokens to generate, N >= 1", None,
+         "128, or what the lines of custom say"),
+        ("--prefix-len", "N", "common tokens of made prompts, N >= 0", 0),
+        ("--num-prefixes", "N", "different prefixes, N >= 1", 1),
+        ("--seed", "N", "of prompts and arrivals, N >= 0", 0),
+        ("--range-ratio", "X", "made lengths vary by this share, 0 to less than 1", 0.0, "0"),
+        ("--token-ids", "LOW,HIGH",
+         "ids that made prompts have, without special tokens; chats get words instead", "100,999"),
+        ("--temperature", "T", "sampling temperature, T >= 0", None, "the server's"),
+        ("--ignore-eos", "", "go on after an end-of-sequence token"),
+        ("--extra-body", "JSON", "object with further fields of each request"),
+    ))  # fmt: skip
 
 
 def _add_serve_load(group: Any) -> None:
-    _add(
-        group, "--request-rate", "LIST",
-        "requests a second, above 0, or inf for all at once; several are measured one after the "
-        "other", "inf",
-    )  # fmt: skip
-    _add(
-        group, "--max-concurrency", "LIST",
-        "requests that are open at a time, 1 or more; several are measured one after the other",
-        shown="any number",
-    )  # fmt: skip
-    poisson = "1 = a Poisson process, less = bursts, more = evenly, above 0"
-    _add(group, "--burstiness", "X", poisson, 1.0, "1")
-    warm_ups = "requests before each load that are not measured, N >= 0"
-    _add(group, "--num-warmups", "N", warm_ups, 1)
+    _add_all(group, (
+        ("--request-rate", "LIST",
+         "requests a second, above 0, or inf for all at once; several are measured one after the "
+         "other", "inf"),
+        ("--max-concurrency", "LIST",
+         "requests that are open at a time, 1 or more; several are measured one after the other",
+         None, "any number"),
+        ("--burstiness", "X",
+         "1 = a Poisson process, less = bursts, more = evenly, above 0", 1.0, "1"),
+        ("--num-warmups", "N", "requests before each load that are not measured, N >= 0", 1),
+    ))  # fmt: skip
+    names = ", ".join(GOODPUT_NAMES)
     _add(
         group, "--goodput", "NAME:MS",
-        "count requests whose times are at most these, such as ttft:200 tpot:50; names: "
-        f"{', '.join(GOODPUT_NAMES)}", nargs="+",
+        "count requests whose times are at most these, such as ttft:200 tpot:50; names: " + names,
+        nargs="+",
     )  # fmt: skip
 
 
