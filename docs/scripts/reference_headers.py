@@ -33,6 +33,7 @@ _ALIAS: Final = re.compile(
 _PRIVATE: Final = re.compile(r"friend |using (\w+)::\1;|struct \w+;|template ")
 _ATTRIBUTES: Final = re.compile(r"\[\[nodiscard\]\] |PACELINE_API ")
 _INDENT: Final = "  "
+_MAX_LINE: Final = 80
 
 
 @dataclass
@@ -138,10 +139,14 @@ def _public(members: list[Declaration], kind: str) -> Iterator[Declaration]:
             yield member
 
 
-def _without_body(line: str) -> str:
-    """Cuts the body of a function and its list of initialisers."""
-    line = re.split(r"\s*(?<=\))(?: const)? : |\s*\{", line)[0]
-    return _ATTRIBUTES.sub("", line).removesuffix(";") + ";"
+def _close(text: str, start: int) -> int:
+    """Returns the place of the bracket that closes the one at `start`."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "(") - (text[place] == ")")
+        if depth == 0:
+            return place
+    raise ValueError(f"no closing bracket: {text}")
 
 
 def _is_special(line: str, owner: str) -> bool:
@@ -212,21 +217,31 @@ def _parameter_sections(code: str, text: str) -> list[Section]:
 
 
 def _function(member: Declaration, scope: str) -> Entry:
-    code = _without_body(member.line)
-    match = _FUNCTION.search(code)
-    assert match is not None, code
-    if len(code) > 100:  # the lines of the header, as far left as its attributes allow
-        lines = "\n".join(member.code).partition("{")[0].rstrip().splitlines()
-        bare = lines[0].lstrip()
-        first = _ATTRIBUTES.sub("", bare)
-        width = len(lines[0]) - len(first)
-        code = "\n".join([first, *(one[min(width, _width(one)) :] for one in lines[1:])])
-        code = code.rstrip(";") + ";"
+    line = _ATTRIBUTES.sub("", member.line)
+    match = _FUNCTION.search(line)
+    assert match is not None, line
+    opening = match.end() - 1
+    closing = _close(line, opening)
+    head, arguments = line[:opening], line[opening + 1 : closing]
+    end = re.match(r"( const)?( noexcept)?", line[closing + 1 :])
+    assert end is not None
+    if closing + len(end[0]) > _MAX_LINE:
+        arguments = ",\n".join(f"    {one}" for one in _split_commas(arguments))
+        arguments = f"\n{arguments}"
+    code = f"{head}({arguments}){end[0]};"
     return Entry([scope + match["name"]], code, "cpp", _parameter_sections(code, member.text))
 
 
-def _width(line: str) -> int:
-    return len(line) - len(line.lstrip())
+def _split_commas(arguments: str) -> list[str]:
+    """Divides arguments at the commas that stand in no brackets."""
+    parts, depth = [""], 0
+    for sign in arguments:
+        depth += (sign in "(<{") - (sign in ")>}")
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts]
 
 
 def entries(
@@ -254,7 +269,7 @@ def entries(
         elif alias is not None:
             name = scope + next(filter(None, alias.groups()))
             if all(name not in one.names for one in made):
-                code = line.replace("PACELINE_API ", "").partition(" __attribute__")[0]
+                code = line.partition(" __attribute__")[0]
                 made.append(Entry([name], code, "cpp", [Section(text=member.text)]))
         elif _FUNCTION.search(re.sub(r"(?<!operator)=.*|std::function<.*", "", line)):
             is_described = bool(member.text) and not member.is_joined
@@ -278,7 +293,7 @@ def _add_function(made: list[Entry], entry: Entry, *, is_joined: bool) -> None:
 
 
 def _type(member: Declaration, found: re.Match[str], scope: str) -> Entry:
-    code = _without_body(member.line).removesuffix(";").removeprefix("typedef ").rstrip()
+    code = _ATTRIBUTES.sub("", member.line).partition("{")[0].removeprefix("typedef ").rstrip()
     text = [Section(text=member.text)] if member.text else []
     if found["kind"].startswith("enum"):
         values = _enumerators(member)

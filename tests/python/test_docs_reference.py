@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import docstring_sections
 import paceline
 import reference_headers
 import reference_markdown
@@ -108,6 +109,22 @@ def test_fields_of_a_header() -> None:
     assert length.text.endswith("if the memory has room for it")
 
 
+def test_functions_of_a_header() -> None:
+    members = {one.names[0]: one for one in CPP["paceline/executor.h", "Executor"].all()}
+    made = members["Executor::Executor"]
+    assert made.code.endswith("    const Progress& progress = {});")
+    assert "Executor::Impl" not in members
+    put = next(
+        one
+        for one in CPP["paceline/model.h", "ModelBuilder"].children
+        if len(one.sections) > 1 and "put" in one.code
+    )
+    listed = [item.names[0] for part in put.sections for item in part.items]
+    assert listed == ["dtype", "shape", "strides", "data"]
+    bytes_of = CPP["paceline/dtype.h", "dtype_bytes"]
+    assert bytes_of.code == "constexpr int64_t dtype_bytes(DType dtype);"
+
+
 def test_arguments_have_types_and_defaults() -> None:
     [arguments] = [part for part in PYTHON["LLM"].sections if part.title == "Arguments"]
     by_name = {item.names[0]: item for item in arguments.items}
@@ -122,7 +139,7 @@ def test_arguments_have_types_and_defaults() -> None:
 
 
 def test_a_section_ends_with_its_indentation() -> None:
-    parsed = reference_python.parse_docstring("A.\n\nArgs:\n    x: One\n        of two.\n\nB.")
+    parsed = docstring_sections.parse_docstring("A.\n\nArgs:\n    x: One\n        of two.\n\nB.")
     assert parsed == {"": "A.\n\nB.", "Args": "x: One\n    of two."}
 
 

@@ -20,7 +20,9 @@
 
 namespace paceline {
 
-class Model;  // executors share it; only update_models changes its weights
+// The weights of a model on a device. Executors share it, and only update_models changes its
+// weights.
+class Model;
 
 struct ModelUpdate;
 
@@ -40,13 +42,14 @@ class PACELINE_API ModelBuilder {
   ModelBuilder(ModelBuilder&&) noexcept;
   ModelBuilder& operator=(ModelBuilder&&) noexcept;
 
-  // Copies one tensor. shape: that of the canonical tensor. strides: in elements; empty is
-  // row-major. data: in memory of `source`, where it is complete and stays as it is until put
-  // returns; on the host at any alignment. From a GPU to a model on that GPU, nothing passes
-  // through the host. dtype: kFloat32, kBFloat16 or kFloat16 (which bfloat16 weights refuse);
-  // kInt32 or kInt64 for token ids; kUInt8 or kFloat8E4M3 for tensors of a format, as
-  // docs/model-format.md says. Throws InvalidArgument for an unknown name, a second put, and a
-  // wrong shape or dtype.
+  // Copies one tensor. From a GPU to a model on that GPU, nothing passes through the host.
+  // dtype: kFloat32, kBFloat16 or kFloat16 (which bfloat16 weights refuse); kInt32 or kInt64 for
+  //   token ids; kUInt8 or kFloat8E4M3 for tensors of a format, as docs/model-format.md says.
+  // shape: that of the canonical tensor.
+  // strides: in elements; empty is row-major.
+  // data: in memory of `source`, where it is complete and stays as it is until put returns; on the
+  //   host at any alignment.
+  // Throws InvalidArgument for an unknown name, a second put, and a wrong shape or dtype.
   void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
            std::span<const int64_t> strides, const void* data, Device source = Device::kCpu);
 
