@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 from paceline import _core
 from paceline.bench.costs import MatrixCosts, matrix_costs
@@ -111,30 +111,36 @@ def is_config_name(source: str) -> bool:
     return source in config_names()
 
 
-def load(
-    source: str,
-    *,
-    dummy: bool,
-    dtype: str = "auto",
-    device: str = "cpu",
-    show_progress: bool = True,
-    revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    num_layers: int | None = None,
-) -> BenchModel:
+class Loading(TypedDict, total=False):
+    """How a model is loaded.
+
+    Attributes:
+        dtype: "auto", "float32" or "bfloat16"; a draft head takes the target's.
+        device: Device of the weights: "cpu" or "cuda".
+        show_progress: Say that dummy weights are made; show a bar while weights are read, if
+            standard error is a terminal.
+        revision: As for `LLM`.
+        cache_dir: As for `LLM`.
+        num_layers: Keep the first layers only, this many; None: all. Needs dummy weights. The MTP
+            layer of a target, which lies behind those layers, is always kept.
+    """
+
+    dtype: str
+    device: str
+    show_progress: bool
+    revision: str | None
+    cache_dir: str | os.PathLike[str] | None
+    num_layers: int | None
+
+
+def load(source: str, *, dummy: bool, **how: Unpack[Loading]) -> BenchModel:
     """Makes a model ready to measure.
 
     Args:
         source: A name of `config_names()`, a folder in Hugging Face layout, or a model of the hub.
         dummy: Read only the folder's `config.json` and use dummy weights. Named configurations
             always have dummy weights.
-        dtype: "auto", "float32" or "bfloat16".
-        device: Device of the weights: "cpu" or "cuda".
-        show_progress: Say that dummy weights are made; show a bar while weights are read, if
-            standard error is a terminal.
-        revision: As for `LLM`.
-        cache_dir: As for `LLM`.
-        num_layers: Keep the first layers only, this many; None: all. Needs dummy weights.
+        how: How to load it.
 
     Returns:
         The model.
@@ -145,24 +151,18 @@ def load(
         paceline.ModelFileError: A file is damaged or incomplete.
         Exception: As for `paceline.hub.find_folder`.
     """
-    from paceline.loader import CheckpointFolder, dummy_model, load_checkpoint, load_dummy
+    from paceline.loader import dummy_model, load_checkpoint, load_dummy
 
-    if is_config_name(source):
-        _check_no_revision(source, revision)
-        _tell_dummy(source, is_shown=show_progress)
-        config = first_layers(_named_config(source), num_layers, source)
-        loaded = dummy_model(config, source, dtype=dtype, device=device)
+    found = _find(source, dummy, how)
+    is_shown, placed = how.get("show_progress", True), _placed(how)
+    if is_shown and (dummy or not isinstance(found, Path)):
+        tell(f"making dummy weights of {source} ...")  # which may take minutes
+    if not isinstance(found, Path):
+        loaded = dummy_model(found, source, **placed)
+    elif dummy:
+        loaded = load_dummy(found, **placed)
     else:
-        folder = _find(source, dummy, show_progress, revision, cache_dir)
-        if num_layers is not None:
-            _tell_dummy(source, is_shown=show_progress)
-            config = first_layers(CheckpointFolder(folder).config.values, num_layers, source)
-            loaded = dummy_model(config, source, dtype=dtype, device=device)
-        elif dummy:
-            _tell_dummy(source, is_shown=show_progress)
-            loaded = load_dummy(folder, dtype=dtype, device=device)
-        else:
-            loaded = load_checkpoint(folder, dtype=dtype, device=device, progress=show_progress)
+        loaded = load_checkpoint(found, progress=is_shown, **placed)
     return _bench_model(source, loaded)
 
 
@@ -173,28 +173,17 @@ def load_draft(
     method: str | None,
     draft_feedback: str | None = None,
     dummy: bool,
-    dtype: str = "auto",
-    device: str = "cpu",
-    show_progress: bool = True,
-    revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    num_layers: int | None = None,
+    **how: Unpack[Loading],
 ) -> BenchModel:
     """Makes a drafter ready to measure: a draft model or a draft head.
 
     Args:
-        source: As for `load`.
+        source: As for `load`; the target itself for its MTP layer.
         target: Its target.
         method: A method of `SpeculativeConfig` with a model; None = that of its configuration.
         draft_feedback: Of an MTP layer, as in `SpeculativeConfig`.
         dummy: As for `load`.
-        dtype: As for `load`; a draft head takes the target's.
-        device: As for `load`.
-        show_progress: As for `load`.
-        revision: As for `load`.
-        cache_dir: As for `load`.
-        num_layers: The number of layers that the target keeps (--num-layers). It matters for an
-            MTP layer, which lies behind the layers of `source` and is always kept.
+        how: How to load it.
 
     Returns:
         The drafter.
@@ -204,41 +193,23 @@ def load_draft(
         paceline.ModelFileError: A file is damaged or incomplete.
         Exception: As for `load`.
     """
-    from paceline.loader import (
-        CheckpointFolder,
-        dummy_drafter,
-        load_drafter,
-        load_dummy_drafter,
-    )
+    from paceline.loader import dummy_drafter, load_drafter, load_dummy_drafter
 
-    is_named = is_config_name(source)
-    if is_named or num_layers is not None:
-        if is_named:
-            _check_no_revision(source, revision)
-            config = _named_config(source)
-        else:
-            folder = _find(source, dummy, show_progress, revision, cache_dir)
-            config = dict(CheckpointFolder(folder).config.values)
-        loaded = dummy_drafter(
-            first_layers(config, num_layers, source), target.loaded, source, method=method,
-            draft_feedback=draft_feedback, device=device,
-        )  # fmt: skip
-        if loaded is None:
-            return load(
-                source, dummy=dummy, dtype=dtype, device=device, show_progress=show_progress
-            )
+    found = _find(source, dummy, how)
+    placed = _placed(how)
+    kind: dict[str, Any] = {"method": method, "draft_feedback": draft_feedback}
+    if not isinstance(found, Path):
+        device = placed["device"]
+        drafter = dummy_drafter(found, target.loaded, source, device=device, **kind)
+        if drafter is None:  # a model of its own
+            how["num_layers"] = None
+            return load(source, dummy=dummy, **how)
+        loaded = drafter
+    elif dummy:
+        loaded = load_dummy_drafter(found, target.loaded, **kind, **placed)
     else:
-        folder = _find(source, dummy, show_progress, revision, cache_dir)
-        if dummy:
-            loaded = load_dummy_drafter(
-                folder, target.loaded, method=method, draft_feedback=draft_feedback, dtype=dtype,
-                device=device,
-            )  # fmt: skip
-        else:
-            loaded = load_drafter(
-                folder, target.loaded, method=method, draft_feedback=draft_feedback, dtype=dtype,
-                device=device, progress=show_progress,
-            )  # fmt: skip
+        progress = how.get("show_progress", True)
+        loaded = load_drafter(found, target.loaded, progress=progress, **kind, **placed)
     return _bench_model(source, loaded)
 
 
@@ -283,37 +254,39 @@ def first_layers(config: Mapping[str, Any], num_layers: int | None, source: str)
     return cut if text is config else {**config, "text_config": cut}
 
 
-def _tell_dummy(source: str, *, is_shown: bool) -> None:
-    """A line before what may take minutes."""
-    if is_shown:
-        tell(f"making dummy weights of {source} ...")
+def _placed(how: Loading) -> dict[str, Any]:
+    return {"dtype": how.get("dtype", "auto"), "device": how.get("device", "cpu")}
 
 
-def _find(
-    source: str,
-    dummy: bool,
-    show_progress: bool,
-    revision: str | None,
-    cache_dir: str | os.PathLike[str] | None,
-) -> Path:
-    """The folder of a model, downloaded if need be.
+def _find(source: str, dummy: bool, how: Loading) -> Path | dict[str, Any]:
+    """The folder of a model, downloaded if need be; or the configuration, if it is that of a name
+    or some layers are left out.
 
     Raises:
         ValueError: It is no folder, and neither the name of a configuration nor that of a model.
     """
+    num_layers = how.get("num_layers")
+    if is_config_name(source):
+        _check_no_revision(source, how.get("revision"))
+        return first_layers(_named_config(source), num_layers, source)
     # Old models of the hub have names without a slash, which would be mistyped configurations.
     if dummy and not Path(source).is_dir() and "/" not in source:
         raise ValueError(
             f"model is {shorten(source)}; allowed: a folder, a model of the Hugging Face Hub such "
             f"as organization/name, or one of {', '.join(config_names())} (dummy weights)"
         )
-    return find_folder(
+    folder = find_folder(
         source,
-        revision=revision,
-        cache_dir=cache_dir,
+        revision=how.get("revision"),
+        cache_dir=how.get("cache_dir"),
         needs_weights=not dummy,
-        progress=show_progress,
+        progress=how.get("show_progress", True),
     )
+    if num_layers is None:
+        return folder
+    from paceline.loader import CheckpointFolder
+
+    return first_layers(CheckpointFolder(folder).config.values, num_layers, source)
 
 
 def _check_no_revision(name: str, revision: str | None) -> None:
