@@ -21,6 +21,7 @@ from paceline.sampling import SamplingParams
 from paceline.server.admission import MAX_SHORT_BODY
 from paceline.server.bodies import parse_object
 from paceline.server.errors import ApiError
+from paceline.server.fields import ServedModel
 from paceline.server.json_values import JsonRefused, Quota, parse_json
 from paceline.server.response_fields import read_response
 from paceline.server.service import DEFAULT_MAX_BODY_BYTES
@@ -250,13 +251,14 @@ def test_arguments_of_all_calls_share_one_limit(server: RunningServer) -> None:
 
 def test_function_calls_are_read_in_linear_time() -> None:
     """Measured in CPU time of this thread, which other processes hardly change."""
+    model = ServedModel(SamplingParams(), lambda _: None, None, Thinking())
 
     def seconds(num_calls: int) -> float:
         times = []
         for _ in range(3):
             given = {"input": [json.loads(CALL) for _ in range(num_calls)]}
             started = time.thread_time()
-            call = read_response(given, SamplingParams(), lambda _: None, None, Thinking())
+            call = read_response(given, model)
             times.append(time.thread_time() - started)
             (message,) = call.messages
             assert len(message["tool_calls"]) == num_calls

@@ -13,7 +13,7 @@ from fastapi.openapi.models import OpenAPI
 
 from paceline import LLM, SamplingParams
 from paceline.server.errors import as_api_error
-from paceline.server.fields import read_chat, read_completion
+from paceline.server.fields import ServedModel, read_chat, read_completion
 from paceline.server.formats import FORMATS
 from paceline.server.message_fields import read_message
 from paceline.server.openapi import docs_page, document
@@ -29,7 +29,8 @@ def any_model(name: str | None) -> None:
 
 
 def read(reader: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    return lambda given: reader(given, DEFAULT, any_model, FORMATS["hermes"], Thinking())
+    model = ServedModel(DEFAULT, any_model, FORMATS["hermes"], Thinking())
+    return lambda given: reader(given, model)
 
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}

@@ -36,7 +36,7 @@ from paceline.server.field_schemas import (
     MESSAGE_FIELDS,
     RESPONSE_FIELDS,
 )
-from paceline.server.fields import ChatCall, Wishes, read_chat, read_completion
+from paceline.server.fields import ChatCall, ServedModel, Wishes, read_chat, read_completion
 from paceline.server.generation import Generation
 from paceline.server.guard import API_KEY, GENERATING_PATHS, App, Guard, Scope
 from paceline.server.live_page import page
@@ -216,21 +216,12 @@ def _generating_endpoints(service: Service) -> dict[str, Endpoint]:
         return await _answer(service, request, run, call.wishes, param, num_prompts)
 
     def chats(
-        read: Callable[..., ChatCall],
+        read: Callable[[dict[str, Any], ServedModel], ChatCall],
         make: Callable[[ChunkStream, ChatCall, RunContext], Run],
         param: str,
     ) -> Endpoint:
         async def answer(request: Request) -> Response:
-            call = await service.read(
-                request,
-                lambda given: read(
-                    given,
-                    service.chat_params,
-                    service.check_model,
-                    service.text_format,
-                    service.thinking,
-                ),
-            )
+            call = await service.read(request, lambda given: read(given, service.served))
             stream = allm.stream_chat(
                 call.messages,
                 call.wishes.params,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from paceline.checks import check_int, shorten
 from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
@@ -129,6 +129,22 @@ class ChatCall:
     shown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class ServedModel(NamedTuple):
+    """The model as requests for chats find it.
+
+    Attributes:
+        params: What holds for parameters that are not given.
+        check_name: Raises an error for the name of another model; None = no name is given.
+        text_format: How the model writes reasoning and calls; None = unknown.
+        thinking: How the model's thinking is chosen.
+    """
+
+    params: SamplingParams
+    check_name: Callable[[str | None], None]
+    text_format: Format | None
+    thinking: Thinking
+
+
 def read_completion(
     given: dict[str, Any], default: SamplingParams, check_model: Callable[[str | None], None]
 ) -> CompletionCall:
@@ -167,35 +183,28 @@ def read_completion(
 
 def read_chat(
     given: dict[str, Any],
-    default: SamplingParams,
-    check_model: Callable[[str | None], None],
-    text_format: Format | None,
-    thinking: Thinking,
+    model: ServedModel,
 ) -> ChatCall:
     """Reads the body of a request to /v1/chat/completions.
 
     Args:
-        given: As for `read_completion`.
-        default: As for `read_completion`.
-        check_model: As for `read_completion`.
-        text_format: How the model writes reasoning and calls; None = unknown.
-        thinking: How the model's thinking is chosen.
+        given: The body.
+        model: The model.
 
     Raises:
-        ApiError: As for `read_completion`.
-        ValueError: As for `read_completion`.
+        Exception: As for `read_completion`.
     """
     fields = Fields(given)
-    check_model(fields.take_text("model"))
+    model.check_name(fields.take_text("model"))
     messages, arguments = take_conversation(fields)
     arguments["chat_template_kwargs"] = with_effort(
-        arguments["chat_template_kwargs"], fields.take("reasoning_effort"), thinking
+        arguments["chat_template_kwargs"], fields.take("reasoning_effort"), model.thinking
     )
     take_no_effect(fields, ("verbosity",))
-    tools, calls = take_tools(fields, text_format)
+    tools, calls = take_tools(fields, model.text_format)
     arguments["tools"] = tools
     make_parser, default = message_form(
-        fields, default, take_structured(fields), calls, text_format, arguments
+        fields, model.params, take_structured(fields), calls, model.text_format, arguments
     )
     wants_logprobs = fields.take_bool("logprobs")
     num_logprobs = fields.take_int("top_logprobs", 0, MAX_LOGPROBS)

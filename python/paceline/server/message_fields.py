@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Final, NamedTuple
 
 from paceline.checks import check_text, shorten
@@ -16,14 +16,14 @@ from paceline.server.field_schemas import COUNT_FIELDS, MESSAGE_FIELDS, SINGLE_S
 from paceline.server.fields import (
     REFUSED,
     ChatCall,
+    ServedModel,
     check_conversation,
     message_form,
     single_wishes,
     take_tools,
 )
-from paceline.server.formats import Format
 from paceline.server.structured import params_of_format
-from paceline.server.thinking import Thinking, with_effort, with_switch
+from paceline.server.thinking import with_effort, with_switch
 from paceline.structured_outputs import StructuredOutputsParams
 
 _SAMPLING: Final = tuple(name for name in SINGLE_SAMPLING if name != "stop")
@@ -61,20 +61,17 @@ class _Prompt(NamedTuple):
 
 def read_message(
     given: dict[str, Any],
-    default: SamplingParams,
-    check_model: Callable[[str | None], None],
-    text_format: Format | None,
-    thinking: Thinking,
+    model: ServedModel,
 ) -> ChatCall:
     """Reads the body of a request to /v1/messages; see `fields.read_chat`."""
     fields = Fields(given)
-    prompt = _take_prompt(fields, check_model, text_format, thinking)
+    prompt = _take_prompt(fields, model)
     most = fields.take_int("max_tokens", 1, MAX_INT)
     if most is None:
         raise refusal("max_tokens is missing; allowed: an integer of at least 1", "max_tokens")
-    default = dataclasses.replace(default, max_tokens=most)
+    default = dataclasses.replace(model.params, max_tokens=most)
     make_parser, default = message_form(
-        fields, default, prompt.structured, prompt.calls, text_format, prompt.arguments
+        fields, default, prompt.structured, prompt.calls, model.text_format, prompt.arguments
     )
     stops = _take_stops(fields)
     wishes = single_wishes(fields, default, _SAMPLING, stop=stops)
@@ -85,9 +82,7 @@ def read_message(
 
 def read_counted(
     given: dict[str, Any],
-    check_model: Callable[[str | None], None],
-    text_format: Format | None,
-    thinking: Thinking,
+    model: ServedModel,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Reads the body of a request to /v1/messages/count_tokens.
 
@@ -99,29 +94,27 @@ def read_counted(
         ValueError: Likewise.
     """
     fields = Fields(given)
-    prompt = _take_prompt(fields, check_model, text_format, thinking)
+    prompt = _take_prompt(fields, model)
     fields.finish(COUNT_FIELDS, _REFUSED_IN_COUNTS)
     return prompt.messages, prompt.arguments
 
 
 def _take_prompt(
     fields: Fields,
-    check_model: Callable[[str | None], None],
-    text_format: Format | None,
-    thinking: Thinking,
+    model: ServedModel,
 ) -> _Prompt:
-    check_model(fields.take_text("model"))
+    model.check_name(fields.take_text("model"))
     messages = _conversation(fields.take("messages"))
     system = fields.take("system")
     if system is not None:
         messages.insert(0, {"role": "system", "content": _text("system", system, "system")})
     _make_tools_of_chats(fields)
-    tools, calls = take_tools(fields, text_format)
+    tools, calls = take_tools(fields, model.text_format)
     with object_of(fields, "output_config", ("effort", "format")) as output:
         effort, form = output.take("effort"), output.take("format")
     structured = None if form is None else params_of_format("output_config.format", form)
     variables = fields.take_object("chat_template_kwargs")
-    is_on = _take_thinking(fields)
+    is_on, thinking = _take_thinking(fields), model.thinking
     variables = with_switch(variables, is_on, thinking)
     if is_on is not None:
         thinking = thinking._replace(switch=None)  # which an effort would set

@@ -4,27 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Final
 
 from paceline.checks import check_text, shorten
 from paceline.limits import MAX_INT
-from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, object_of
 from paceline.server.errors import refusal
 from paceline.server.field_schemas import RESPONSE_FIELDS, ROLES, SINGLE_SAMPLING
 from paceline.server.fields import (
     REFUSED,
     ChatCall,
+    ServedModel,
     check_conversation,
     message_form,
     single_wishes,
     take_tools,
 )
-from paceline.server.formats import Format
 from paceline.server.no_effect import take_no_effect
 from paceline.server.structured import GUIDED_FIELDS, params_of_format, take_structured
-from paceline.server.thinking import Thinking, with_effort
+from paceline.server.thinking import with_effort
 
 _STORES: Final = "the server stores nothing; send the whole conversation in input"
 _REFUSED: Final = REFUSED | {
@@ -48,14 +46,11 @@ _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 def read_response(
     given: dict[str, Any],
-    default: SamplingParams,
-    check_model: Callable[[str | None], None],
-    text_format: Format | None,
-    thinking: Thinking,
+    model: ServedModel,
 ) -> ChatCall:
     """Reads the body of a request to /v1/responses; see `fields.read_chat`."""
     fields = Fields(given)
-    check_model(fields.take_text("model"))
+    model.check_name(fields.take_text("model"))
     instructions = fields.take_text("instructions")
     messages = _conversation(fields.take("input"))
     if instructions is not None:
@@ -63,7 +58,7 @@ def read_response(
     shown_tools = fields.peek("tools") or []
     fields.replace("tools", _chat_tools(shown_tools))
     shown_choice = fields.peek("tool_choice") or "auto"
-    tools, calls = take_tools(fields, text_format)
+    tools, calls = take_tools(fields, model.text_format)
     structured = take_structured(fields, GUIDED_FIELDS)
     with object_of(fields, "text", ("format", "verbosity")) as text:
         output_format = text.take("format")
@@ -80,11 +75,13 @@ def read_response(
         )
     arguments = {
         "chat_template_kwargs": with_effort(
-            fields.take_object("chat_template_kwargs"), effort, thinking, "reasoning.effort"
+            fields.take_object("chat_template_kwargs"), effort, model.thinking, "reasoning.effort"
         ),
         "tools": tools,
     }
-    make_parser, default = message_form(fields, default, structured, calls, text_format, arguments)
+    make_parser, default = message_form(
+        fields, model.params, structured, calls, model.text_format, arguments
+    )
     most = fields.take_int("max_output_tokens", 1, MAX_INT)
     if most is not None:
         default = dataclasses.replace(default, max_tokens=most)

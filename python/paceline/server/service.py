@@ -20,6 +20,7 @@ from paceline.server.admission import Admission, BodyBytes
 from paceline.server.bodies import BODY, Body, parse_object, without_collections
 from paceline.server.connection import until_gone
 from paceline.server.errors import ApiError
+from paceline.server.fields import ServedModel
 from paceline.server.formats import FORMATS, format_of
 from paceline.server.metrics import RequestFigures, exposition
 from paceline.server.thinking import thinking_of
@@ -170,6 +171,11 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    @property
+    def served(self) -> ServedModel:
+        """The model as requests for chats find it."""
+        return ServedModel(self.chat_params, self.check_model, self.text_format, self.thinking)
 
     def cache_salt(self, api_key: str | None, given: str | None) -> str | None:
         """Returns the salt of a request; None = it has none.

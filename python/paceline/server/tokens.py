@@ -90,9 +90,7 @@ def read_tokenize(service: Service, given: dict[str, Any]) -> Conversion:
 
 def read_count(service: Service, given: dict[str, Any]) -> Conversion:
     """Reads the body of a request to /v1/messages/count_tokens; see `read_tokenize`."""
-    messages, arguments = read_counted(
-        given, service.check_model, service.text_format, service.thinking
-    )
+    messages, arguments = read_counted(given, service.served)
     tokenizer = service.allm.llm.get_tokenizer()
 
     def convert() -> dict[str, Any]:
