@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench_work import all_parameters
 from paceline.bench.costs import matrix_costs
 from paceline.loader import Target, decoder_config, drafter_config, families
 from paceline.loader.gemma4_assistant import translate_assistant
@@ -202,7 +203,7 @@ def test_sizes_as_published(
     assert notes == []
     assert len(family.tensors) == num_tensors
     assert sum(math.prod(spec.shape) for spec in family.tensors) == num_parameters
-    step = 2 * matrix_costs(family.config, "bfloat16").parameters / 2**20
+    step = 2 * all_parameters(matrix_costs(family.config, "bfloat16")) / 2**20
     assert step == pytest.approx(step_mib, abs=0.1)
 
 
@@ -213,7 +214,7 @@ def test_matrices_of_the_target_are_counted(size: str) -> None:
     specs = families.translate(parse_hf_config(hf_config, size, families.ARCHITECTURES)).tensors
     matrices = [spec for spec in specs if spec.is_matrix and spec.name != "per_layer.embed.weight"]
     expected = sum(math.prod(spec.shape) for spec in matrices)
-    assert matrix_costs(target_as_published(size).config, "bfloat16").parameters == expected
+    assert all_parameters(matrix_costs(target_as_published(size).config, "bfloat16")) == expected
 
 
 def test_absent_keys_have_the_defaults_of_transformers() -> None:

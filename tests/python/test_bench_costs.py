@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from bench_work import attention_flops, iteration_work, kv_bytes_read
+from bench_work import (
+    all_parameters,
+    attention_flops,
+    iteration_work,
+    kv_bytes_read,
+    logit_parameters,
+    row_parameters,
+)
 from paceline.bench import floor, latency, models
 from paceline.bench.costs import (
     Matrix,
@@ -34,11 +41,11 @@ def test_draft_heads_that_ship_as_configurations() -> None:
     eagle3 = described("qwen3-8b", "qwen3-8b-eagle3")
     # fc, the layer with its doubled qkv input, and 32,000 rows of lm_head.
     layer = 6144 * 8192 + 4096 * 4096 + 3 * 4096 * 12288
-    assert matrix_costs(eagle3, "bfloat16").parameters == 4096 * 12288 + layer + 32000 * 4096
+    assert all_parameters(matrix_costs(eagle3, "bfloat16")) == 4096 * 12288 + layer + 32000 * 4096
     assert eagle3["drafter"]["aux_layers"] == [2, 18, 33]
     eagle = described("llama-3-8b", "llama-3-8b-eagle")
     layer = (4096 + 2 * 1024 + 4096) * 4096 + 3 * 4096 * 14336
-    assert matrix_costs(eagle, "bfloat16").parameters == 2 * 4096**2 + layer + 128256 * 4096
+    assert all_parameters(matrix_costs(eagle, "bfloat16")) == 2 * 4096**2 + layer + 128256 * 4096
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_named_configurations(
     assert models.is_config_name(name)
     config = decoder_config(models._named_config(name), "bfloat16", name)
     costs = matrix_costs(config, "bfloat16")
-    assert (costs.parameters, costs.all_bytes) == (num_parameters, 2 * num_parameters)
+    assert (all_parameters(costs), costs.all_bytes) == (num_parameters, 2 * num_parameters)
     kinds = [layer["attention"]["kind"] for layer in config["layers"]]
     assert (len(kinds), kinds.count("full")) == (num_layers, num_full)
     assert kv_bytes_read(config, 1, 2) == kv_bytes_per_token
@@ -83,7 +90,7 @@ def test_latent_attention_reads_one_entry_per_token() -> None:
 
 def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     model = models.load(str(config_dir), dummy=True)
-    body, lm_head = model.costs.row_parameters, model.costs.logit_parameters
+    body, lm_head = row_parameters(model.costs), logit_parameters(model.costs)
     assert lm_head == 128 * 64
     # In each of three layers q, k, v and o of 4, 2, 2 and 4 heads, and an MLP.
     assert body == 3 * (64 * 12 * 16 + 3 * 64 * 96)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from bench_work import drafting, kv_bytes_read
+from bench_work import drafting, kv_bytes_read, logit_parameters, pass_bytes, row_parameters
 from paceline import _core, cli
 from paceline.bench import floor, latency, models
 from paceline.bench.workload import Workload
@@ -45,7 +45,7 @@ def test_only_experts_that_have_rows_are_counted(tmp_path: Path) -> None:
     assert row.iteration_bytes == row.weight_bytes + row.kv_bytes
     # Every row computes three experts, whichever they are.
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 8 * 64 + 3 * (3 * 96 * 64)
-    assert (costs.row_parameters, costs.logit_parameters) == (2 * layer, 128 * 64)
+    assert (row_parameters(costs), logit_parameters(costs)) == (2 * layer, 128 * 64)
     # The floor follows: one pass that reads these bytes.
     speed = floor.Speed("cpu", 1)
     bounded = floor.with_floor(row, target, None, speed)
@@ -60,7 +60,7 @@ def test_the_experts_of_target_and_drafter_are_counted_apart(tmp_path: Path) -> 
     target, row = measured(path, Workload(3, 9, 12), k=3, draft=draft)
     assert (row.target_experts, row.draft_experts) == (3.0, 2.0)
     draft_costs = models.load(str(draft), dummy=False).costs
-    expected = target.costs.pass_bytes(3.0) + 3 * draft_costs.pass_bytes(2.0)
+    expected = pass_bytes(target.costs, 3.0) + 3 * pass_bytes(draft_costs, 2.0)
     assert row.weight_bytes == expected
     passes = floor._passes(target, models.load(str(draft), dummy=False), row)
     num_bytes = [sum(op.num_bytes for op in ops) for ops in passes]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_work import iteration_work, kv_bytes_read
+from bench_work import iteration_work, kv_bytes_read, logit_parameters
 from paceline import _core, cli
 from paceline.bench import floor, latency, models
 from paceline.bench.workload import Workload
@@ -91,7 +91,7 @@ def test_a_pass_takes_the_longer_of_reading_and_computing(config_dir: Path) -> N
     # The target's four rows take longer than reading, the drafter's single rows do not.
     target = iteration_work(model, None, k, work).flops
     one_row = iteration_work(model, None, 0, work).flops
-    first = 2 * one_row - 5 * 2 * model.costs.logit_parameters
+    first = 2 * one_row - 5 * 2 * logit_parameters(model.costs)
     one_pass = model.costs.all_bytes + int(5 * kv_bytes_read(model.config, 6, 4))
     rate, limit = 1e9, first / 1e9 * 1.01
     mixed = floor.with_floor(row, model, model, FixedSpeed(one_pass / limit, rate=rate))

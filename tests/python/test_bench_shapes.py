@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench_work import kv_bytes_read
+from bench_work import all_parameters, kv_bytes_read, logit_parameters, pass_bytes, row_parameters
 from errors import raises
 from paceline.bench import floor, models
 from paceline.bench.costs import matrix_costs
@@ -58,14 +58,14 @@ def test_sizes_of_checkpoints(name: str, num_bytes: int, num_parameters: int) ->
 def test_fp8_shapes_have_the_parameters_of_the_plain_ones(name: str, plain: str) -> None:
     assert stored(name)[1] == stored(plain)[1]
     scaled, whole = matrix_costs(named(name), "bfloat16"), matrix_costs(named(plain), "bfloat16")
-    assert (scaled.row_parameters, scaled.logit_parameters) == (
-        whole.row_parameters,
-        whole.logit_parameters,
+    assert (row_parameters(scaled), logit_parameters(scaled)) == (
+        row_parameters(whole),
+        logit_parameters(whole),
     )
     # A GPU pads matrices to whole tiles, which these are.
     assert matrix_costs(named(name), "bfloat16", "cuda") == scaled
     # A byte for each parameter of the layers, and float scales; the lm_head is as it was.
-    num_scale_bytes = scaled.all_bytes - whole.row_parameters - 2 * whole.logit_parameters
+    num_scale_bytes = scaled.all_bytes - row_parameters(whole) - 2 * logit_parameters(whole)
     rows_and_blocks = {
         # q, k, v, o, gate, up and down in blocks of 128 x 128.
         "qwen3-8b-fp8": 36 * (32 * (32 + 8 + 8 + 32) + 3 * 96 * 32),
@@ -88,14 +88,14 @@ def test_what_a_token_of_gpt_oss_reads(
     costs = matrix_costs(config, "bfloat16")
     # The published number has norms, biases and sinks: of attention, the router and four experts.
     vectors = 2 * 2880 + (4096 + 2 * 512 + 2880) + 64 + num_experts + 4 * (5760 + 2880)
-    assert costs.parameters + num_layers * vectors + 2880 == active
+    assert all_parameters(costs) + num_layers * vectors + 2880 == active
     # 17 bytes for 32 values.
     expert = (5760 + 2880) * 2880 * 17 // 32
     assert (costs.expert_bytes, costs.num_experts) == (num_layers * expert, num_experts)
     attention = 2880 * (4096 + 2 * 512) + 4096 * 2880
     shared = num_layers * (attention + num_experts * 2880) + 201_088 * 2880
     assert costs.shared_bytes == 2 * shared
-    assert costs.pass_bytes(4.0) == costs.shared_bytes + 4 * num_layers * expert
+    assert pass_bytes(costs, 4.0) == costs.shared_bytes + 4 * num_layers * expert
     assert kv_bytes_read(config, 1, 2) == kv_bytes
     # Sliding layers read at most 128 tokens.
     assert kv_bytes_read(config, 1000, 2) == kv_bytes / 2 * (1000 + 128)
@@ -135,7 +135,7 @@ def test_the_draft_head_of_gpt_oss() -> None:
     assert described["drafter"]["norm_before_fc"] is True
     # fc, the layer with its doubled qkv input, and 64,000 rows of lm_head.
     layer = (4096 + 2 * 512) * 5760 + 2880 * 4096 + 3 * 2880 * 2880
-    parameters = matrix_costs(described, "bfloat16").parameters
+    parameters = all_parameters(matrix_costs(described, "bfloat16"))
     assert parameters == 2880 * 8640 + layer + 64_000 * 2880
     assert 2 * parameters / 2**30 == pytest.approx(0.513, abs=1e-3)
 
@@ -206,15 +206,15 @@ def test_the_assistant_of_gemma4() -> None:
 def test_glm_and_its_mtp_layer() -> None:
     config = named("glm-4.7-flash")
     costs = matrix_costs(config, "bfloat16")
-    assert costs.parameters == pytest.approx(3_579_571_840, rel=1e-4)  # without norms
+    assert all_parameters(costs) == pytest.approx(3_579_571_840, rel=1e-4)  # without norms
     assert (costs.num_experts, costs.expert_bytes) == (64, 46 * 18_874_368)
     assert kv_bytes_read(config, 1, 2) == 54_144
     target = Target(Path("glm-4.7-flash"), "Glm4MoeLiteForCausalLM", config, "bfloat16")
     source = models._named_config("glm-4.7-flash")
     layer = drafter_config(source, target, method="mtp", source="glm-4.7-flash")
     step = matrix_costs(layer, "bfloat16")
-    assert 2 * step.parameters / 2**30 == pytest.approx(0.735, abs=1e-3)
-    assert 2 * step.logit_parameters / 2**30 == pytest.approx(0.591, abs=1e-3)
+    assert 2 * all_parameters(step) / 2**30 == pytest.approx(0.735, abs=1e-3)
+    assert 2 * logit_parameters(step) / 2**30 == pytest.approx(0.591, abs=1e-3)
 
 
 def test_deepseek_v4_and_its_mtp_layer() -> None:
@@ -223,7 +223,7 @@ def test_deepseek_v4_and_its_mtp_layer() -> None:
     assert costs.num_experts == 256
     # Scales of fp8 are float32 in memory and a byte each in the file; of fp4 they are bytes.
     assert costs.expert_bytes == 43 * 13_369_344
-    assert costs.pass_bytes(6) == pytest.approx(10.447 * 2**30, rel=3e-3)
+    assert pass_bytes(costs, 6) == pytest.approx(10.447 * 2**30, rel=3e-3)
     # Two layers see a window alone; 21 see 512 of the entries of 4 tokens as well, whose index keys
     # they read all; 20 all entries of 128 tokens.
     context = 4096
@@ -233,7 +233,7 @@ def test_deepseek_v4_and_its_mtp_layer() -> None:
     source = models._named_config("deepseek-v4-flash")
     layer = drafter_config(source, target, method="mtp", source="deepseek-v4-flash")
     step = matrix_costs(layer, "bfloat16")
-    assert step.pass_bytes(6) == pytest.approx(1.2205 * 2**30, rel=3e-3)
+    assert pass_bytes(step, 6) == pytest.approx(1.2205 * 2**30, rel=3e-3)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "gpt-oss-20b", "gemma3-27b", "gemma4-12b"])

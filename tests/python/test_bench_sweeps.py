@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_work import drafting
+from bench_work import drafting, logit_parameters, row_parameters
 from paceline import _core, cli
 from paceline.bench import floor, gpu_state, latency_command, models
 from paceline.bench.costs import matrix_costs
@@ -102,7 +102,7 @@ def test_the_floor_of_prompts_is_arithmetic() -> None:
         row.workload, row.num_draft_tokens = Workload(1, num, 1), 0
         [ops] = floor._prompt_passes(model, None, row)  # type: ignore[arg-type]
         # Every row takes the layers' products, one the lm_head; row i attends to i keys.
-        exact = 2 * costs.row_parameters * num + 2 * costs.logit_parameters
+        exact = 2 * row_parameters(costs) * num + 2 * logit_parameters(costs)
         exact += 36 * 4 * 32 * 128 * num * num / 2
         assert sum(op.flops for op in ops) == pytest.approx(exact, rel=1e-6)
         assert exact / 790e9 == pytest.approx(expected_ms, rel=0.01)

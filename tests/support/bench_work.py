@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.bench.costs import layer_attention_flops, layer_kv_bytes
+from paceline.bench.costs import MatrixCosts, layer_attention_flops, layer_kv_bytes
 from paceline.bench.floor import Work, iteration_passes, work_of
 from paceline.bench.models import BenchModel
 from paceline.bench.workload import Workload
@@ -18,6 +18,28 @@ def drafting(k: int, **changes: Any) -> SpeculativeConfig:
     return SpeculativeConfig(
         **{"model": "a drafter", "num_speculative_tokens": k, "adaptive": False} | changes
     )
+
+
+def row_parameters(costs: MatrixCosts) -> int:
+    """Parameters that every row of a pass is multiplied with; of a mixture's experts those that a
+    row chooses.
+    """
+    return sum(matrix.parameters for matrix in costs.matrices if not matrix.is_for_logits)
+
+
+def logit_parameters(costs: MatrixCosts) -> int:
+    """Parameters that only rows whose logits are needed are multiplied with."""
+    return sum(matrix.parameters for matrix in costs.matrices if matrix.is_for_logits)
+
+
+def all_parameters(costs: MatrixCosts) -> int:
+    """Parameters that a row whose logits are needed is multiplied with."""
+    return row_parameters(costs) + logit_parameters(costs)
+
+
+def pass_bytes(costs: MatrixCosts, experts: float) -> int:
+    """Bytes of the matrices that a pass reads if this many experts of each layer have rows."""
+    return costs.shared_bytes + int(experts * costs.expert_bytes)
 
 
 def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) -> float:

@@ -61,36 +61,9 @@ class MatrixCosts:
         return max((matrix.num_experts for matrix in self.matrices), default=0)
 
     @property
-    def row_parameters(self) -> int:
-        """Parameters that every row of a pass is multiplied with; of a mixture's experts those that
-        a row chooses.
-        """
-        return sum(matrix.parameters for matrix in self.matrices if not matrix.is_for_logits)
-
-    @property
-    def logit_parameters(self) -> int:
-        """Parameters that rows whose logits are needed are multiplied with as well: those of the
-        lm_head, own or shared.
-        """
-        return sum(matrix.parameters for matrix in self.matrices if matrix.is_for_logits)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters that a row whose logits are needed is multiplied with."""
-        return self.row_parameters + self.logit_parameters
-
-    @property
     def all_bytes(self) -> int:
         """Bytes of all matrices, those of all experts included."""
         return self.shared_bytes + self.num_experts * self.expert_bytes
-
-    def pass_bytes(self, experts: float | None) -> int:
-        """Bytes of the matrices that a pass reads.
-
-        Args:
-            experts: Experts of a mixture layer that have rows, on average; None without a mixture.
-        """
-        return self.shared_bytes + int((experts or 0.0) * self.expert_bytes)
 
 
 def matrix_costs(config: Mapping[str, Any], weight_dtype: str, device: str = "cpu") -> MatrixCosts:
