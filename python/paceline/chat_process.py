@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def render(text: str, variables: Mapping[str, Any], max_cpu_s: float | None = No
         RuntimeError: The process does not run, or had too little CPU.
     """
     try:
-        request = pickle.dumps((text, dict(variables), max_cpu_s or MAX_CPU_S, MAX_MEMORY_BYTES))
+        request = _pickled((text, dict(variables), max_cpu_s or MAX_CPU_S, MAX_MEMORY_BYTES))
     except RecursionError:
         raise TemplateError("exceeds a limit: its variables are nested too deeply") from None
     kind, answer = _renderer.ask(request)
@@ -65,6 +66,19 @@ def render(text: str, variables: Mapping[str, Any], max_cpu_s: float | None = No
     if kind == FAILED:
         raise TemplateError(result)
     return result
+
+
+class _Pickler(pickle.Pickler):
+    """Lets other threads run while it pickles a long conversation."""
+
+    def persistent_id(self, _: object) -> None:
+        """Is called for each object, and Python's lock can change hands in every call."""
+
+
+def _pickled(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 class _Renderer:
