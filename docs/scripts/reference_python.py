@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the reference of Python's names from the sources, without importing them."""
+"""Reads the reference of Python's names from the sources, and the engine's options from their
+schema."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from docstring_sections import parse_docstring, parse_items, sections_of
+from paceline.option_schema import ARGUMENTS
 from reference_markdown import Entry, Group, Item, Page, Section
 
 PYTHON: Final = Path(__file__).resolve().parents[2] / "python"
@@ -167,6 +169,16 @@ def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> 
     return {_source(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list}
 
 
+def _with_options(item: Item) -> list[Item]:
+    """Puts the options of an engine in the place of the `**engine` that stands for them."""
+    if item.names != ["**engine"] or not item.text.startswith("options.toml"):
+        return [item]
+    return [
+        Item([one.name], one.text(one.doc), one.type or "", repr(one.default).replace("'", '"'))
+        for one in ARGUMENTS.values()
+    ]
+
+
 def function_entry(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Entry:
     """Makes the entry of a function or a method."""
     sections = sections_of(ast.get_docstring(function))
@@ -178,6 +190,7 @@ def function_entry(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) 
             for item in section.items:
                 type_, default = arguments.get(item.names[0].lstrip("*"), ("", ""))
                 item.type, item.default = type_, default
+            section.items = [one for item in section.items for one in _with_options(item)]
     shown = name.removesuffix(".__call__")
     code = signature(shown, function, has_types=not has_arguments)
     return Entry([name], code, "python", sections)

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings.h"
-#include "executor/option_limits.h"
 #include "graph/rejection.h"
-#include "kv/kv_layout.h"
 #include "wire/limits.h"
 
 namespace paceline::python {
@@ -10,15 +8,7 @@ namespace {
 
 py::dict limits() {
   py::dict dict;
-  dict["max_num_seqs"] = kMaxNumSeqs;
-  dict["max_num_batched_tokens"] = kMaxBatchedTokens;
-  dict["block_size"] = kMaxBlockSize;
-  dict["num_threads"] = kMaxNumThreads;
-  dict["hang_timeout_s"] = kMaxHangTimeoutS;
-  dict["num_speculative_tokens"] = kMaxDraftTokens;
-  dict["draft_proposals"] = kMaxDraftProposals;
   dict["default_draft_proposals"] = kDefaultDraftProposals;
-  dict["prompt_lookup"] = kMaxNgram;
   dict["n"] = kMaxSamples;
   dict["temperature"] = kMaxTemperature;
   dict["logprobs"] = kMaxLogprobs;
@@ -33,7 +23,7 @@ py::dict limits() {
 }  // namespace
 
 void register_limits(py::module_& module) {
-  module.def("limits", &limits, R"doc(The largest values that options and requests may have.
+  module.def("limits", &limits, R"doc(The largest values that parameters of requests may have.
 
 Returns:
     A dict from the name of a parameter of Python to its largest value, or to its largest number of

@@ -46,15 +46,7 @@ class _Counters(TypedDict):
     drafted_per_position: list[int]
 
 class _Limits(TypedDict):
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_threads: int
-    hang_timeout_s: float
-    num_speculative_tokens: int
-    draft_proposals: int
     default_draft_proposals: int
-    prompt_lookup: int
     n: int
     temperature: float
     logprobs: int

@@ -7,14 +7,16 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Never, Self
+from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 
 from paceline.async_feeds import FeedSession
 from paceline.async_stream import ChunkStream, OutputStream, Plan
 from paceline.chat_messages import Conversation
 from paceline.checks import check_text, check_unknown, shorten
+from paceline.engine_options import EngineArguments
 from paceline.grammar import CompiledGrammar
 from paceline.llm import LLM
+from paceline.option_schema import lists_options, split_unknown
 from paceline.prompts import Prompt, check_prompt_type, encode_chats
 from paceline.request import Request
 from paceline.running_llm import internals
@@ -46,75 +48,49 @@ class AsyncLLM:
 
     llm: LLM
 
+    @lists_options
     def __init__(
         self,
         model: str | os.PathLike[str],
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
         load_format: str = "auto",
         revision: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        prefill_chunk_size: int | None = None,
-        kv_cache_bytes: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        num_threads: int | None = None,
-        seed: int = 0,
-        max_logprobs: int = 20,
-        chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
-        disable_log_stats: bool = False,
-        hang_timeout_s: float | None = None,
         show_progress: bool = True,
-        **unknown: Never,
+        **engine: Unpack[EngineArguments],
     ) -> None:
         """Loads the models and starts the engine, as `LLM` does, whose arguments it takes.
 
         This takes long. In a running event loop, call it in a thread:
         `await asyncio.to_thread(AsyncLLM, ...)`.
 
+        Args:
+            model: As for `LLM`, as all arguments that are not listed here.
+            **engine: options.toml describes each.
+
         Raises:
             Exception: As for `LLM`.
         """
+        options, unknown = split_unknown(engine)
         check_unknown(
             "AsyncLLM",
             AsyncLLM.__init__,
             unknown,
-            {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size},
+            {**options, "tensor_parallel_size": tensor_parallel_size},
         )
         llm = LLM(
             model,
             speculative_config=speculative_config,
             tokenizer=tokenizer,
-            device=device,
-            dtype=dtype,
             load_format=load_format,
             revision=revision,
             cache_dir=cache_dir,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefill_chunk_size=prefill_chunk_size,
-            kv_cache_bytes=kv_cache_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            block_size=block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            num_threads=num_threads,
-            seed=seed,
-            max_logprobs=max_logprobs,
-            chat_template=chat_template,
             tensor_parallel_size=tensor_parallel_size,
-            disable_log_stats=disable_log_stats,
-            hang_timeout_s=hang_timeout_s,
             show_progress=show_progress,
-            **unknown,
+            **engine,
         )
         self._attach(llm, is_owner=True)
 

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest values of parameters, as the C++ runtime has them."""
+"""The largest values of parameters: of options as in options.toml, of requests as in C++."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from paceline import _core
+from paceline.option_schema import largest
 
 _LIMITS: Final = _core.limits()
 
-MAX_NUM_SEQS: Final = _LIMITS["max_num_seqs"]
-MAX_NUM_BATCHED_TOKENS: Final = _LIMITS["max_num_batched_tokens"]
-MAX_BLOCK_SIZE: Final = _LIMITS["block_size"]
-MAX_NUM_THREADS: Final = _LIMITS["num_threads"]
-MAX_HANG_TIMEOUT_S: Final = _LIMITS["hang_timeout_s"]
+MAX_NUM_SEQS: Final = largest("max_num_seqs")
+MAX_BLOCK_SIZE: Final = largest("block_size")
+MAX_NUM_THREADS: Final = largest("num_threads")
 
-MAX_SPECULATIVE_TOKENS: Final = _LIMITS["num_speculative_tokens"]
-MAX_DRAFT_PROPOSALS: Final = _LIMITS["draft_proposals"]
+MAX_SPECULATIVE_TOKENS: Final = largest("num_speculative_tokens")
+MAX_DRAFT_PROPOSALS: Final = largest("num_draft_proposals")
 DEFAULT_DRAFT_PROPOSALS: Final = _LIMITS["default_draft_proposals"]
-MAX_PROMPT_LOOKUP: Final = _LIMITS["prompt_lookup"]
+MAX_PROMPT_LOOKUP: Final = largest("ngram_max")
 
 MAX_SAMPLES: Final = _LIMITS["n"]
 MAX_TEMPERATURE: Final = _LIMITS["temperature"]
@@ -29,7 +28,6 @@ MAX_BAD_WORDS: Final = _LIMITS["bad_words"]
 MAX_BAD_WORD_TOKENS: Final = _LIMITS["bad_word_tokens"]
 MAX_CACHE_SALT_BYTES: Final = _LIMITS["cache_salt_bytes"]
 
-# Of an int32, a uint64 and an int64 of C++.
+# Of an int32 and a uint64 of C++.
 MAX_INT: Final = 2**31 - 1
 MAX_SEED: Final = 2**64 - 1
-MAX_BYTES: Final = 2**63 - 1

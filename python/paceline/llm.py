@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, Never, Self, Unpack
+from typing import Any, Self, Unpack
 
 from paceline import lifetime
 from paceline._core import ModelNotFoundError
@@ -20,10 +20,12 @@ from paceline.checks import (
     check_unknown,
     shorten,
 )
-from paceline.config import LOAD_FORMATS, EngineArguments, EngineConfig
+from paceline.config import LOAD_FORMATS, EngineConfig
 from paceline.device import resolve_device
+from paceline.engine_options import EngineArguments
 from paceline.loader import LoadedModel, StateDict, load_pair
 from paceline.model_sources import find_models, find_tokenizer
+from paceline.option_schema import ARGUMENTS, lists_options, split_unknown
 from paceline.running_llm import RunningLLM
 from paceline.speculative_config import SpeculativeConfig, ignored_keys
 from paceline.startup import check_max_num_batched_tokens
@@ -48,34 +50,19 @@ class LLM(RunningLLM):
     `RunningEngine`.
     """
 
+    @lists_options
     def __init__(
         self,
         model: str | os.PathLike[str],
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
         load_format: str = "auto",
         revision: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        prefill_chunk_size: int | None = None,
-        kv_cache_bytes: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        num_threads: int | None = None,
-        seed: int = 0,
-        max_logprobs: int = 20,
-        chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
-        disable_log_stats: bool = False,
-        hang_timeout_s: float | None = None,
         show_progress: bool = True,
-        **unknown: Never,
+        **engine: Unpack[EngineArguments],
     ) -> None:
         """Loads the models and starts the engine.
 
@@ -94,12 +81,6 @@ class LLM(RunningLLM):
             tokenizer: Another folder with a `tokenizer.json`, that file itself, or another model of
                 the hub, whose tokenizer and chat template take the place of the model's own. Its
                 token ids must mean the same. None = the model's own.
-            device: Where to run: "cpu", "cuda" (the first visible GPU) or "auto" ("cuda" if a GPU
-                is usable, else "cpu"). "cpu" and "cuda" raise an error if that device is
-                unavailable.
-            dtype: Type of the weights: "float32", "bfloat16" or "auto" (bfloat16 if the checkpoint
-                is in bfloat16, else float32). On CUDA, float32 weights run on slow reference
-                kernels.
             load_format: "auto" reads the weights from the checkpoint. "dummy" makes random weights
                 (normal, standard deviation 0.02) for target and drafter, and needs only their
                 `config.json`.
@@ -107,49 +88,8 @@ class LLM(RunningLLM):
                 branch. (`speculative_config` has a key of that name for the drafter.)
             cache_dir: The hub's cache, for target and drafter. None = that of huggingface_hub,
                 whose environment variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ...
-            max_model_len: Largest number of tokens of a request, prompt and output together. None =
-                the length that the target supports if one such sequence fits the KV pool, and its
-                other state the memory; else the largest multiple of block_size that does, with a
-                warning in the log. At most 4,096 for DeepSeek-V4, whose iterations take longer with
-                a larger one. A draft model must support the same length; one that supports
-                fewer tokens, but 4,096 or more, shortens the default.
-            max_num_seqs: Largest number of outputs generated at the same time. Further outputs
-                wait.
-            max_num_batched_tokens: Largest number of token rows in one iteration. None = 2,048, or
-                max_num_seqs * (num_speculative_tokens + 1) if that is more.
-            prefill_chunk_size: Largest number of prompt tokens of one request in one iteration.
-                None = limited by max_num_batched_tokens and, while other requests decode, so that
-                an iteration takes about 2.75 times as long as one without prompts, by measured
-                times.
-            kv_cache_bytes: Size of the KV pool in bytes. None = enough for max_num_seqs sequences
-                of max_model_len tokens; without a max_model_len, of 4,096 tokens, and for one of
-                the default length. But on the CPU at most a quarter of the memory that is free now,
-                and on CUDA at most 90 % of the memory that the weights leave free, minus 2 GiB.
-                `memory_report()` states the size and the reason. If the pool cannot hold all
-                sequences at once, some wait, or are preempted and recomputed.
-            gpu_memory_utilization: Fraction of the GPU's memory, above 0 to 1, that this engine may
-                use for weights, workspace, CUDA graphs and KV pool together. The pool gets what the
-                others leave, but no more than max_num_seqs sequences can use. Instead of
-                kv_cache_bytes. On the CPU it changes nothing.
-            block_size: Tokens per KV block.
-            enable_prefix_caching: Whether prompts take over the KV of earlier requests that begin
-                with the same tokens, instead of computing it. The output is the same. KV of
-                requests that have ended stays only while the pool has room.
-            num_threads: CPU threads of the ops. None = all cores that the process may use.
-            seed: Base seed for requests without a seed; see `generate`.
-            max_logprobs: Largest `logprobs` and `prompt_logprobs` that a request may have, 0 to 64.
-                0 = requests may have neither, and no memory is reserved for them. Otherwise they
-                take about as much memory as the logits.
-            chat_template: A Jinja template, as text or as the path of a file, that `chat` uses
-                instead of the checkpoint's own.
             tensor_parallel_size: Number of GPUs that a model is divided over. Only 1 is supported.
-            disable_log_stats: Log no figures while requests run. Otherwise the logger "paceline"
-                gets a line at level INFO after each 10 seconds of work: outputs that run and wait,
-                tokens per second, use of the KV pool, preemptions, and acceptance. It never gets
-                prompts.
-            hang_timeout_s: Seconds, up to 86,400, after which an iteration that the device has not
-                completed is a failure of the device, with which all requests end; None = never. It
-                has to be longer than the longest iteration, which may have a long prompt.
+            **engine: options.toml describes each.
             show_progress: Show progress bars while models are downloaded and loaded, and while CUDA
                 graphs are captured, if standard error is a terminal. (The logger "paceline" reports
                 the use of memory at level INFO.)
@@ -168,11 +108,12 @@ class LLM(RunningLLM):
             ConnectionError: The hub cannot be reached, or fails, and the model is not in its cache.
             RuntimeError: The Python interpreter is exiting.
         """
+        options, unknown = split_unknown(engine)
         check_unknown(
             "LLM",
             LLM.__init__,
             unknown,
-            {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size},
+            {**options, "tensor_parallel_size": tensor_parallel_size},
         )
         check_path("model", model, MODEL)
         check_revision("revision", revision)
@@ -180,24 +121,7 @@ class LLM(RunningLLM):
             check_path("cache_dir", cache_dir, "the folder of the hub's cache")
         _check_tensor_parallel_size(tensor_parallel_size)
         check_choice("load_format", load_format, LOAD_FORMATS)
-        config = EngineConfig(
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            prefill_chunk_size=prefill_chunk_size,
-            kv_cache_bytes=kv_cache_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            block_size=block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            num_threads=num_threads,
-            seed=seed,
-            max_logprobs=max_logprobs,
-            chat_template=chat_template,
-            disable_log_stats=disable_log_stats,
-            hang_timeout_s=hang_timeout_s,
-        )
+        config = EngineConfig(**options)
         speculative = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
@@ -268,7 +192,7 @@ class LLM(RunningLLM):
         Raises:
             ValueError: As for `LLM`.
         """
-        check_keywords("EngineConfig", engine, list(EngineArguments.__annotations__))
+        check_keywords("EngineConfig", engine, list(ARGUMENTS))
         config = EngineConfig(**engine)
         speculative = None
         if speculative_config is not None:
@@ -380,7 +304,7 @@ class LLM(RunningLLM):
         show_progress: bool,
         engine: EngineArguments,
     ) -> Self:
-        check_keywords("EngineConfig", engine, list(EngineArguments.__annotations__))
+        check_keywords("EngineConfig", engine, list(ARGUMENTS))
         config = EngineConfig(**engine)  # checked before the weights are read
         with lifetime.delayed_exit():
             loaded, drafter, speculative = load_state_dicts(

@@ -9,6 +9,7 @@ from paceline import _core
 from paceline.config import EngineConfig
 from paceline.custom_drafter import CustomDrafter
 from paceline.loader import LoadedModel
+from paceline.option_schema import ARGUMENTS
 from paceline.speculative_config import SpeculativeConfig
 
 
@@ -55,17 +56,9 @@ def check_max_model_len(given: int | None, target: LoadedModel, draft: LoadedMod
 def executor_options(config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
     """Returns the `options` of `_core.Executor`."""
     options: dict[str, Any] = {
-        "max_model_len": config.max_model_len or 0,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens or 0,
-        "prefill_chunk_size": config.prefill_chunk_size or 0,
-        "kv_cache_bytes": config.kv_cache_bytes or 0,
-        "gpu_memory_utilization": config.gpu_memory_utilization or 0.0,
-        "block_size": config.block_size,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "num_threads": config.num_threads or 0,
-        "max_logprobs": config.max_logprobs,
-        "hang_timeout_s": config.hang_timeout_s or 0.0,
+        option.name: 0 if (value := getattr(config, option.name)) is None else value
+        for option in ARGUMENTS.values()
+        if option.cpp is not None
     }
     if config.disable_log_stats:
         options["log_interval_s"] = 0.0

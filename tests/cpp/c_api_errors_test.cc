@@ -86,6 +86,7 @@ TEST_F(CApiErrors, EveryOptionIsCheckedByItsName) {
       {[](auto& o) { o.greedy_drafts = 1; }, "samples_drafts is false"},
       {[](auto& o) { o.num_draft_proposals = 9; }, "num_draft_proposals is 9"},
       {[](auto& o) { o.draft_stop_threshold = 0.5; }, "draft_stop_threshold is 0.5"},
+      {[](auto& o) { o.hang_timeout_s = -1; }, "hang_timeout_s is -1"},
       {[](auto& o) { o.ngram_min = 3; }, "ngram_max is 0; allowed: 1"},
       {[](auto& o) { o.ngram_max = 3; }, "ngram_min is 0; allowed: 1 to 3"},
       {[](auto& o) { o.draft_driver = ""; }, "draft_driver is \"\""},

@@ -94,7 +94,7 @@ def test_fields_of_a_header() -> None:
     assert event["token_ids"].text == "emitted by this iteration"
     assert event["finish_reason"].default == "FinishReason::kNone"
     # One comment for two fields.
-    options = CPP["paceline/config.h", "SpeculativeOptions"]
+    options = CPP["paceline/paceline.h", "paceline_options"]
     assert ["ngram_min", "ngram_max"] in [
         item.names for part in options.sections for item in part.items
     ]

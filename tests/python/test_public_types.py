@@ -18,7 +18,7 @@ from paceline import (
     SamplingParams,
     Tokenizer,
 )
-from paceline.config import EngineArguments
+from paceline.engine_options import EngineArguments
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def build(folder: str) -> LLM:
     with LLM(folder, speculative_config=config) as llm:
         assert_type(llm, LLM)
     LLM(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2}, seed=1)
-    LLM(folder, gpu_layers=1)  # type: ignore[arg-type]
+    LLM(folder, gpu_layers=1)  # type: ignore[call-arg]
     LLM(folder, max_num_seqs="64")  # type: ignore[arg-type]
     LLM.from_loaded(llm.target, max_num_seqs=2, device="cpu")
     LLM.from_loaded(llm.target, enforce_eager=True)  # type: ignore[call-arg]
@@ -136,7 +136,7 @@ async def serve(folder: str) -> None:
         async for output in llm.chat([{"role": "user", "content": "a"}]):
             print(output.outputs[0].text, output.finished)
         await llm.abort("first")
-    AsyncLLM(folder, enforce_eager=True)  # type: ignore[arg-type]
+    AsyncLLM(folder, enforce_eager=True)  # type: ignore[call-arg]
     AsyncLLM.from_llm(LLM(folder)).close()
 
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include <paceline/guide.h>
 
@@ -46,11 +47,16 @@ enum class DraftPosition : uint8_t {
   kNext,  // of the newest token
 };
 
+// The structs, limits and lists below come from python/paceline/options.toml, where each option is
+// written once (CONTRIBUTING.md, "Add an option").
+
+// generated: structs
 struct SpeculativeOptions {
   // k, drafts per iteration: 1..16. 0 is plain decoding; with a drafter that load_model_folder has
   // read, it is the folder's default.
   int32_t num_speculative_tokens = 0;
-  AcceptMethod accept_method = AcceptMethod::kCoupled;  // the rule that accepts drafts
+  // The rule that accepts drafts.
+  AcceptMethod accept_method = AcceptMethod::kCoupled;
   // Mean tokens per iteration, bonus token included: in [1, k+1] with kSynthetic, otherwise 0.
   double synthetic_acceptance_length = 0;
   // True: drafts are sampled at the request's temperature. False: each draft is the drafter's most
@@ -68,8 +74,9 @@ struct SpeculativeOptions {
   double draft_stop_threshold = 0;
   // Prompt lookup, instead of a drafter. The drafts are the k tokens that followed the earlier
   // occurrence of a sequence's last n tokens, for the largest n in [ngram_min, ngram_max] with such
-  // an occurrence. Both 0: off; otherwise 1 <= ngram_min <= ngram_max <= 256.
+  // an occurrence. Both 0: off; otherwise 1 <= ngram_min <= ngram_max.
   int32_t ngram_min = 0;
+  // See ngram_min; at most 256. A longer n-gram would seldom match and never help.
   int32_t ngram_max = 0;
   // Each iteration chooses how many drafts the next one verifies, from 0 to num_speculative_tokens,
   // by the times of iterations and the acceptance that it has measured (docs/adaptive.md). With
@@ -93,16 +100,18 @@ struct ExecutorOptions {
   // memory beside it, it is the largest multiple of block_size that does, with a line in the log.
   // With compressed attention that has an indexer (DeepSeek-V4) it is at most 4,096.
   int32_t max_model_len = 0;
-  int32_t max_num_seqs = 64;  // largest number of samples that run at the same time, 1..1024
+  // Largest number of samples that run at the same time, 1..1024.
+  int32_t max_num_seqs = 64;
   // Largest number of rows of one iteration, from max_num_seqs * (k+1) to 524,288; 0 is 2,048, or
   // max_num_seqs * (k+1) if that is more.
   int32_t max_num_batched_tokens = 0;
   // Largest number of prompt tokens of one sample in one iteration, up to 524,288; 0 is
   // max_num_batched_tokens, but while other samples decode, the prompt tokens of all together are
-  // limited by measured times, so that the others wait little (docs/architecture.md; with
-  // `standard` and `block` acceptance 384 tokens).
+  // limited so that an iteration takes about 2.75 times as long as one without, by measured times
+  // (with `standard` and `block` acceptance 384 tokens).
   int32_t prefill_chunk_size = 0;
-  int32_t max_waiting_requests = 0;  // largest number of queued requests; 0 is no bound
+  // Largest number of queued requests; 0 is no bound.
+  int32_t max_waiting_requests = 0;
   // Size of the KV pool of all groups, in bytes; 0 is the size that default_kv_cache_size() gives.
   int64_t kv_cache_bytes = 0;
   // Instead of kv_cache_bytes, on CUDA only: the fraction of the GPU's memory that the engine may
@@ -110,16 +119,20 @@ struct ExecutorOptions {
   // (0, 1]. The pool takes what the others leave, but never more than all sequences can use. 0 is
   // not given.
   double gpu_memory_utilization = 0;
-  int32_t block_size = 16;  // tokens per KV block, 1..256
+  // Tokens per KV block, 1..256.
+  int32_t block_size = 16;
   // A request that begins with the tokens of an earlier one takes over their KV, where the pool
   // still has it, instead of computing it. The output is the same.
   bool enable_prefix_caching = true;
-  int32_t num_threads = 0;  // CPU threads that run the ops, 1..1024; 0 is all cores
+  // CPU threads that run the ops, 1..1024; 0 is all cores.
+  int32_t num_threads = 0;
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
   // request may ask for logprobs, and no memory is reserved for them.
   int32_t max_logprobs = 0;
-  SpeculativeOptions speculative;                     // how tokens are drafted and accepted
-  DraftDriver draft_driver = DraftDriver::kUnrolled;  // how draft steps are run
+  // How tokens are drafted and accepted.
+  SpeculativeOptions speculative;
+  // How draft steps are run.
+  DraftDriver draft_driver = DraftDriver::kUnrolled;
   // Seconds of work, up to 86,400, after which the engine sends the next line of figures to the log
   // sink (log.h); 0 is off.
   double log_interval_s = 10;
@@ -127,7 +140,6 @@ struct ExecutorOptions {
   // of the device, which poll() raises like any other; 0 is off. Longer than the longest iteration.
   // The destructor still waits for the device.
   double hang_timeout_s = 0;
-
   // For tests, 0..2, on the CPU only. With n > 0 the device runs iteration i only after iteration
   // i+n has been launched, or when the engine waits for i.
   int32_t device_lateness = 0;
@@ -145,5 +157,95 @@ struct ExecutorOptions {
   // read becomes visible.
   bool poison_freed_blocks = false;
 };
+// end of generated
+
+// The largest values of options, by name.
+namespace largest {
+// generated: largest
+inline constexpr int32_t num_speculative_tokens = 16;
+inline constexpr int32_t num_draft_proposals = 256;
+inline constexpr int32_t ngram_max = 256;
+inline constexpr int32_t max_num_seqs = 1024;
+inline constexpr int32_t max_num_batched_tokens = 524288;
+inline constexpr int32_t prefill_chunk_size = 524288;
+inline constexpr int32_t max_waiting_requests = 1073741824;
+inline constexpr int32_t block_size = 256;
+inline constexpr int32_t num_threads = 1024;
+inline constexpr int32_t max_logprobs = 64;
+inline constexpr double log_interval_s = 86400;
+inline constexpr double hang_timeout_s = 86400;
+inline constexpr int32_t device_lateness = 2;
+inline constexpr int32_t host_delay_max_us = 1000000;
+// end of generated
+}  // namespace largest
+
+// Call visit(name, member) for each option; with its smallest and its largest value if these do not
+// depend on other options or the model: visit(name, member, low, high). The binding reads and
+// writes options by these functions, and the Executor checks them.
+// generated: visit
+template <class Options, class Visit>
+  requires std::is_same_v<std::remove_const_t<Options>, SpeculativeOptions>
+void visit_options(Options& o, const Visit& visit) {
+  visit("num_speculative_tokens", o.num_speculative_tokens, 0, largest::num_speculative_tokens);
+  visit("accept_method", o.accept_method);
+  visit("synthetic_acceptance_length", o.synthetic_acceptance_length);
+  visit("samples_drafts", o.samples_drafts);
+  visit("num_draft_proposals", o.num_draft_proposals, 0, largest::num_draft_proposals);
+  visit("draft_stop_threshold", o.draft_stop_threshold);
+  visit("ngram_min", o.ngram_min);
+  visit("ngram_max", o.ngram_max);
+  visit("adaptive", o.adaptive);
+  visit("host_drafter", o.host_drafter);
+  visit("draft_position", o.draft_position);
+}
+
+template <class Options, class Visit>
+  requires std::is_same_v<std::remove_const_t<Options>, ExecutorOptions>
+void visit_options(Options& o, const Visit& visit) {
+  visit("max_model_len", o.max_model_len);
+  visit("max_num_seqs", o.max_num_seqs, 1, largest::max_num_seqs);
+  visit("max_num_batched_tokens", o.max_num_batched_tokens);
+  visit("prefill_chunk_size", o.prefill_chunk_size, 0, largest::prefill_chunk_size);
+  visit("max_waiting_requests", o.max_waiting_requests, 0, largest::max_waiting_requests);
+  visit("kv_cache_bytes", o.kv_cache_bytes);
+  visit("gpu_memory_utilization", o.gpu_memory_utilization);
+  visit("block_size", o.block_size, 1, largest::block_size);
+  visit("enable_prefix_caching", o.enable_prefix_caching);
+  visit("num_threads", o.num_threads, 0, largest::num_threads);
+  visit("max_logprobs", o.max_logprobs, 0, largest::max_logprobs);
+  visit_options(o.speculative, visit);
+  visit("draft_driver", o.draft_driver);
+  visit("log_interval_s", o.log_interval_s, 0, largest::log_interval_s);
+  visit("hang_timeout_s", o.hang_timeout_s, 0, largest::hang_timeout_s);
+  visit("device_lateness", o.device_lateness, 0, largest::device_lateness);
+  visit("host_delay_max_us", o.host_delay_max_us, 0, largest::host_delay_max_us);
+  visit("draft_schedule_seed", o.draft_schedule_seed);
+  visit("use_null_device", o.use_null_device);
+  visit("poison_freed_blocks", o.poison_freed_blocks);
+}
+// end of generated
+
+// Calls visit(value, member) for each option that a structure of the C interface has by its name,
+// with 0 for the default.
+// generated: given
+template <class Given, class Visit>
+void visit_given(const Given& given, ExecutorOptions& o, const Visit& visit) {
+  visit(given.max_model_len, o.max_model_len);
+  visit(given.max_num_seqs, o.max_num_seqs);
+  visit(given.max_num_batched_tokens, o.max_num_batched_tokens);
+  visit(given.prefill_chunk_size, o.prefill_chunk_size);
+  visit(given.max_waiting_requests, o.max_waiting_requests);
+  visit(given.kv_cache_bytes, o.kv_cache_bytes);
+  visit(given.gpu_memory_utilization, o.gpu_memory_utilization);
+  visit(given.block_size, o.block_size);
+  visit(given.num_threads, o.num_threads);
+  visit(given.hang_timeout_s, o.hang_timeout_s);
+  visit(given.num_speculative_tokens, o.speculative.num_speculative_tokens);
+  visit(given.num_draft_proposals, o.speculative.num_draft_proposals);
+  visit(given.draft_stop_threshold, o.speculative.draft_stop_threshold);
+  visit(given.ngram_min, o.speculative.ngram_min);
+  visit(given.ngram_max, o.speculative.ngram_max);
+}
+// end of generated
 
 }  // namespace paceline

@@ -86,6 +86,12 @@ typedef struct paceline_options {
   // Each iteration chooses how many drafts the next one verifies, up to num_speculative_tokens.
   // 0: the default, which is only with accept_method "coupled"; positive: yes; negative: no.
   int32_t adaptive_drafts;
+  // generated: c_fields
+  // Seconds, up to 86,400, after which an iteration that the device has not completed is a failure
+  // of the device, which poll() raises like any other; 0 is off. Longer than the longest iteration.
+  // The destructor still waits for the device.
+  double hang_timeout_s;
+  // end of generated
 } paceline_options;
 
 // Sets *options to the defaults. size: sizeof(paceline_options).

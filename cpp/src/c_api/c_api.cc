@@ -149,35 +149,18 @@ paceline_options default_options() {
   return options;
 }
 
-// Writes `value` to `field` unless it is 0, which stands for the default that `field` has.
-template <class Value>
-void override_with(Value value, Value& field) {
-  if (value != 0) field = value;
-}
-
 ExecutorOptions executor_options(const paceline_options& given) {
   ExecutorOptions options;
-  override_with(given.max_model_len, options.max_model_len);
-  override_with(given.max_num_seqs, options.max_num_seqs);
-  override_with(given.max_num_batched_tokens, options.max_num_batched_tokens);
-  override_with(given.prefill_chunk_size, options.prefill_chunk_size);
-  override_with(given.block_size, options.block_size);
-  override_with(given.num_threads, options.num_threads);
+  visit_given(given, options, [](auto value, auto& field) {
+    if (value != 0) field = value;  // 0 stands for the default that the field has
+  });
   options.enable_prefix_caching = given.disable_prefix_caching == 0;
-  override_with(given.kv_cache_bytes, options.kv_cache_bytes);
-  override_with(given.gpu_memory_utilization, options.gpu_memory_utilization);
-  override_with(given.max_waiting_requests, options.max_waiting_requests);
   if (given.log_interval_s != 0) {
     options.log_interval_s = given.log_interval_s < 0 ? 0 : given.log_interval_s;
   }
   options.draft_driver = read_draft_driver(given.draft_driver);
-  options.speculative = {.num_speculative_tokens = given.num_speculative_tokens,
-                         .accept_method = read_accept_method(given.accept_method),
-                         .samples_drafts = given.greedy_drafts == 0,
-                         .num_draft_proposals = given.num_draft_proposals,
-                         .draft_stop_threshold = given.draft_stop_threshold,
-                         .ngram_min = given.ngram_min,
-                         .ngram_max = given.ngram_max};
+  options.speculative.accept_method = read_accept_method(given.accept_method);
+  options.speculative.samples_drafts = given.greedy_drafts == 0;
   if (given.adaptive_drafts != 0) options.speculative.adaptive = given.adaptive_drafts > 0;
   return options;
 }

@@ -10,7 +10,6 @@
 #include "base/boundary.h"
 #include "base/check.h"
 #include "executor/default_sizes.h"
-#include "executor/option_limits.h"
 #include "model/weights/model_impl.h"
 
 namespace paceline {
@@ -57,7 +56,7 @@ ExecutorOptions with_defaults(ExecutorOptions o, const Model& target, const Mode
   if (o.max_num_batched_tokens == 0) {
     const int64_t windows = int64_t{o.max_num_seqs} * (int64_t{k} + 1);
     o.max_num_batched_tokens = static_cast<int32_t>(
-        std::clamp(windows, kDefaultBatchedTokens, int64_t{kMaxBatchedTokens}));
+        std::clamp(windows, kDefaultBatchedTokens, int64_t{largest::max_num_batched_tokens}));
   }
   return o;
 }

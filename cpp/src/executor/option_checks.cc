@@ -3,9 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "base/check.h"
-#include "executor/option_limits.h"
+#include "kv/kv_layout.h"
 #include "model/weights/model_impl.h"
 #include "speculate/speculator.h"
 #include "wire/limits.h"
@@ -13,16 +14,34 @@
 namespace paceline {
 namespace {
 
+// The device has arrays of these extents.
+static_assert(largest::num_speculative_tokens == kMaxDraftTokens);
+static_assert(largest::num_draft_proposals == kMaxDraftProposals);
+static_assert(largest::max_logprobs == kMaxLogprobs);
+static_assert(largest::block_size == kMaxBlockSize);
+
 template <class T>
 void check_range(const char* name, T value, T low, T high) {
-  if (value < low || value > high) {
-    throw InvalidArgument(concat(name, " is ", value, "; allowed: ", low, " to ", high));
+  if (!(value >= low && value <= high)) {  // NaN is refused
+    const char* const off = std::is_floating_point_v<T> && low == 0 ? " (off)" : "";
+    throw InvalidArgument(concat(name, " is ", value, "; allowed: ", low, off, " to ", high));
   }
 }
 
+// The options whose range depends on nothing else.
+struct RangeCheck {
+  template <class T>
+  void operator()(const char* /*name*/, const T& /*value*/) const {}
+  template <class T>
+  void operator()(const char* name, T value, std::type_identity_t<T> low,
+                  std::type_identity_t<T> high) const {
+    check_range(name, value, low, high);
+  }
+};
+
 void check_ngram(const SpeculativeOptions& s, const Model* draft) {
   if (s.ngram_min == 0 && s.ngram_max == 0) return;
-  check_range("ngram_max", s.ngram_max, 1, kMaxNgram);
+  check_range("ngram_max", s.ngram_max, 1, largest::ngram_max);
   check_range("ngram_min", s.ngram_min, 1, s.ngram_max);
   if (draft != nullptr) {
     throw InvalidArgument(concat("ngram_max is ", s.ngram_max, " and the drafter ",
@@ -68,7 +87,6 @@ void check_host_drafter(const ExecutorOptions& o, const Model* draft) {
 }
 
 void check_rejection(const SpeculativeOptions& s) {
-  check_range("num_draft_proposals", s.num_draft_proposals, 0, kMaxDraftProposals);
   const bool rejects =
       s.accept_method == AcceptMethod::kStandard || s.accept_method == AcceptMethod::kBlock;
   if (!rejects && !s.samples_drafts) {
@@ -122,7 +140,7 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
 
 void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
   const SpeculativeOptions& s = o.speculative;
-  check_range("num_speculative_tokens", s.num_speculative_tokens, 0, kMaxDraftTokens);
+  visit_options(o, RangeCheck{});
   check_ngram(s, draft);
   check_rejection(s);
   check_host_drafter(o, draft);
@@ -156,24 +174,10 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
                                  " but there is no drafter; set it to 0"));
   }
-  check_range("max_logprobs", o.max_logprobs, 0, kMaxLogprobs);
   if (o.max_logprobs > 0 && o.use_null_device) {
     throw InvalidArgument(concat("max_logprobs is ", o.max_logprobs,
                                  " and the null device has no logits; allowed with it: 0"));
   }
-  if (!(o.log_interval_s >= 0 && o.log_interval_s <= kMaxLogIntervalS)) {
-    throw InvalidArgument(
-        concat("log_interval_s is ", o.log_interval_s, "; allowed: 0 (off) to ", kMaxLogIntervalS));
-  }
-  if (!(o.hang_timeout_s >= 0 && o.hang_timeout_s <= kMaxHangTimeoutS)) {
-    throw InvalidArgument(
-        concat("hang_timeout_s is ", o.hang_timeout_s, "; allowed: 0 (off) to ", kMaxHangTimeoutS));
-  }
-  check_range("host_delay_max_us", o.host_delay_max_us, 0, 1'000'000);
-  check_range("max_num_seqs", o.max_num_seqs, 1, kMaxNumSeqs);
-  check_range("block_size", o.block_size, 1, kMaxBlockSize);
-  check_range("num_threads", o.num_threads, 0, kMaxNumThreads);
-  check_range("device_lateness", o.device_lateness, 0, 2);
   if (draft != nullptr && draft->device != target.device) {
     throw InvalidArgument(concat("the target is on device ", device_name(target.device),
                                  " and the drafter on ", device_name(draft->device),
@@ -215,8 +219,6 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  "that the device has"));
   }
   check_gpu_memory_utilization(o, target.device);
-  check_range("prefill_chunk_size", o.prefill_chunk_size, 0, kMaxBatchedTokens);
-  check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
   // A draft head supports all positions of its target; its own max_position describes its training.
   if (draft != nullptr && !draft->config.drafter && o.max_model_len > draft->config.max_position) {
@@ -225,11 +227,12 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  " positions; lower max_model_len"));
   }
   const int32_t decode_rows = o.max_num_seqs * (s.num_speculative_tokens + 1);
-  if (o.max_num_batched_tokens < decode_rows || o.max_num_batched_tokens > kMaxBatchedTokens) {
+  if (o.max_num_batched_tokens < decode_rows ||
+      o.max_num_batched_tokens > largest::max_num_batched_tokens) {
     throw InvalidArgument(concat("max_num_batched_tokens is ", o.max_num_batched_tokens,
                                  "; allowed: ", decode_rows, " (max_num_seqs ", o.max_num_seqs,
                                  " x ", s.num_speculative_tokens + 1, " rows) to ",
-                                 kMaxBatchedTokens));
+                                 largest::max_num_batched_tokens));
   }
 }
 

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.checks import shorten
+from paceline.option_schema import ARGUMENTS
 
 # Text that is left as it is: values, and keys of JSON objects.
 _QUOTED: Final = r"""(?<![\w\]])'(?:[^'\\]|\\.)*'(?!\w)|(?<!\w)"(?:[^"\\]|\\.)*"|\{[^{}]*\}"""
 # Where a name that is also a word of English, such as `model`, names an argument.
 _STARTS: Final = r"(?:(?<=^)|(?<=: )|(?<=; )|(?<= and )|(?<=, but ))"
 _GOES_ON: Final = r"(?=\[\d+\]| is | has | = |: )"
-# Arguments of `LLM` that have another name than their option.
-_OTHER_NAMES: Final = {"hang_timeout_s": "hang_timeout"}
 _CONFIG: Final = "speculative_config"
 
 
@@ -76,9 +75,7 @@ def _flags(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, str]:
         if options:
             flag = next((option for option in options if option in typed), options[0])
             flags |= {action.dest: flag} | ({} if flag == options[0] else {options[0]: flag})
-    for name, dest in _OTHER_NAMES.items():
-        if dest in flags:
-            flags[name] = flags[dest]
+    flags |= {o.name: flags[o.dest] for o in ARGUMENTS.values() if o.dest in flags}
     return flags
 
 

@@ -13,15 +13,14 @@ from paceline.console import integer, number
 from paceline.limits import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    MAX_BLOCK_SIZE,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
-    MAX_NUM_THREADS,
     MAX_SAMPLES,
     MAX_SPECULATIVE_TOKENS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
 )
+from paceline.option_schema import add_options, given_options
 
 if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
@@ -281,46 +280,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that are arguments of `LLM`."""
     group = parser.add_argument_group("engine")
     add_device_option(group)
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        help="dtype of the weights: auto, float32 or bfloat16; auto is bfloat16 if the checkpoint "
-        "is (default: auto)",
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=integer,
-        metavar="N",
-        help="tokens of prompt and output together at most, N >= 1 (default: what the model "
-        "supports, if the memory has room for it)",
-    )
-    group.add_argument(
-        "--kv-cache-bytes",
-        type=integer,
-        metavar="N",
-        help="size of the KV pool in bytes, N >= 1 (default: enough for all sequences, within the "
-        "memory that is free)",
-    )
-    group.add_argument(
-        "--block-size",
-        type=integer,
-        default=16,
-        metavar="N",
-        help=f"tokens per KV block, 1 to {MAX_BLOCK_SIZE} (default: 16)",
-    )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="take over the KV of earlier requests that begin with the same tokens; with --no- "
-        "compute prompts anew (default: on)",
-    )
-    group.add_argument(
-        "--num-threads",
-        type=integer,
-        metavar="N",
-        help=f"CPU threads of the ops, 1 to {MAX_NUM_THREADS} (default: one per core)",
-    )
+    add_options(group, "all")
 
 
 def _token_ids(text: str) -> list[int]:
@@ -405,13 +365,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     is_demo = args.model is None
     return {
         "device": "cpu" if is_demo and args.device == "auto" else args.device,
-        "dtype": args.dtype,
-        "max_model_len": args.max_model_len,
-        "kv_cache_bytes": args.kv_cache_bytes,
-        "block_size": args.block_size,
-        "enable_prefix_caching": args.enable_prefix_caching,
-        "num_threads": args.num_threads,
         "chat_template": args.chat_template,
+        **given_options(args, "all"),
     }
 
 

@@ -23,7 +23,8 @@ from paceline.commands.options import (
 )
 from paceline.commands.vllm_flags import words_of
 from paceline.console import EXIT_OK, integer, number
-from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from paceline.limits import MAX_INT, MAX_NUM_SEQS
+from paceline.option_schema import add_options, given_options
 
 if TYPE_CHECKING:
     import socket
@@ -225,63 +226,10 @@ def _add_engine_options(group: Any) -> None:
         help="another folder or model of the hub whose tokenizer is used, with the same token ids "
         "(default: none, the model's own)",
     )
-    for flag, kind, default, metavar, text in (
-        (
-            "--max-num-seqs",
-            integer,
-            64,
-            "N",
-            f"outputs that run at the same time, 1 to {MAX_NUM_SEQS} (default: 64)",
-        ),
-        (
-            "--max-num-batched-tokens",
-            integer,
-            None,
-            "N",
-            f"token budget of an iteration, 1 to {MAX_NUM_BATCHED_TOKENS} (default: by device and "
-            "--max-num-seqs)",
-        ),
-        (
-            "--prefill-chunk-size",
-            integer,
-            None,
-            "N",
-            "prompt tokens of a request in one iteration at most, N >= 1 (default: by the budget)",
-        ),
-        (
-            "--gpu-memory-utilization",
-            number,
-            None,
-            "X",
-            "share of the GPU's memory that may be used, above 0 to 1 (default: none, the rule of "
-            "--kv-cache-bytes)",
-        ),
-        ("--load-format", str, "auto", "NAME", "auto or dummy (default: auto)"),
-        (
-            "--hang-timeout",
-            number,
-            None,
-            "S",
-            "seconds, above 0, after which an iteration that the device has not completed is a "
-            "failure: all requests end with an error, /health is 503, and a replica starts again; "
-            "longer than the longest iteration (default: never)",
-        ),
-        (
-            "--seed",
-            integer,
-            0,
-            "N",
-            "from which requests without a seed get theirs, 0 to 2**64 - 1 (default: 0)",
-        ),
-        (
-            "--max-logprobs",
-            integer,
-            20,
-            "N",
-            f"logprobs that a request may ask for, 0 to {MAX_LOGPROBS} (default: 20)",
-        ),
-    ):
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+    group.add_argument(
+        "--load-format", default="auto", metavar="NAME", help="auto or dummy (default: auto)"
+    )
+    add_options(group, "serve")
     group.add_argument(
         "-tp",
         "--tensor-parallel-size",
@@ -289,11 +237,6 @@ def _add_engine_options(group: Any) -> None:
         default=1,
         metavar="N",
         help="GPUs of the model, N >= 1; this version has 1 (default: 1)",
-    )
-    group.add_argument(
-        "--disable-log-stats",
-        action="store_true",
-        help="log no figures at intervals (default: off)",
     )
 
 
@@ -363,16 +306,9 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "speculative_config": speculative_config,
         "tokenizer": args.tokenizer,
         "show_progress": not args.quiet,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-        "prefill_chunk_size": args.prefill_chunk_size,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
         "load_format": args.load_format,
-        "seed": args.seed,
-        "max_logprobs": args.max_logprobs,
         "tensor_parallel_size": args.tensor_parallel_size,
-        "disable_log_stats": args.disable_log_stats,
-        "hang_timeout_s": args.hang_timeout,
+        **given_options(args, "serve"),
         **engine_arguments(args),
         **download_arguments(args),
     }

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of the engine's options. Generated from options.toml; do not edit.
+
+Run PYTHONPATH=python python docs/scripts/generate_options.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TypedDict
+
+
+class EngineArguments(TypedDict, total=False):
+    """The fields of `EngineConfig`, for the types of functions that pass them on."""
+
+    device: str
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    prefill_chunk_size: int | None
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float | None
+    block_size: int
+    enable_prefix_caching: bool
+    num_threads: int | None
+    seed: int
+    max_logprobs: int
+    chat_template: str | os.PathLike[str] | None
+    disable_log_stats: bool
+    hang_timeout_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineFields:
+    """The values of an `EngineConfig`, which describes them; not checked yet."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    prefill_chunk_size: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+    seed: int = 0
+    max_logprobs: int = 20
+    chat_template: str | os.PathLike[str] | None = None
+    disable_log_stats: bool = False
+    hang_timeout_s: float | None = None
