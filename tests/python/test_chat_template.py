@@ -545,13 +545,15 @@ def test_hostile_templates_are_stopped(name: str, monkeypatch: pytest.MonkeyPatc
     """With a tenth of the time, to save it: the limit bounds every one of these alike."""
     monkeypatch.setattr(chat_process, "MAX_CPU_S", chat_process.MAX_CPU_S / 10)
     monkeypatch.setattr(chat_content, "_MAX_CPU_S", chat_process.MAX_CPU_S / 10)
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of any test before
     start = time.perf_counter()
     with pytest.raises(ValueError, match=r"exceeds a limit|Range too big"):
         apply(HOSTILE[name])
     chat_process._renderer.close()  # so that its memory is known
     assert time.perf_counter() - start < 30
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert children.ru_maxrss << 10 < chat_process.MAX_MEMORY_BYTES + (256 << 20)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    allowed = (chat_process.MAX_MEMORY_BYTES + (256 << 20)) >> 10
+    assert children < max(allowed, largest + 1)
 
 
 def test_a_template_takes_no_more_than_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
