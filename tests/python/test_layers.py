@@ -153,7 +153,7 @@ KIND_WORDS = {
 
 @pytest.mark.parametrize("kind", KIND_WORDS)
 def test_a_kind_is_named_in_eight_files(kind: str) -> None:
-    """So many are written or changed for a new kind: five of its own, and the three lists."""
+    """A new kind writes five files of its own and changes the three lists."""
     words = re.compile(KIND_WORDS[kind])
     files = {path: text for path, text in sources().items() if path.startswith("model/")}
     naming = [
