@@ -113,6 +113,95 @@ TEST(EngineRecurrent, SamplesAreThoseOfSeparateRequests) {
   }
 }
 
+// Requests that begin as earlier ones do, in a pool that holds few states, beside others that are
+// cancelled: what a hit yields is what a miss does.
+TEST(EngineRecurrent, HitsAndMissesHaveTheSameOutput) {
+  const uint64_t seed = testing::seed_from_env(1);
+  SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  const auto target = recurrent_model({.layers = "rrf"}, 3);
+  ExecutorOptions options = options_of(0);
+  options.enable_prefix_caching = false;
+  Executor never(target, nullptr, options);
+  options = options_of(3);
+  options.block_size = 8;
+  options.state_interval = 24;
+  options.kv_cache_bytes = 1344 << 10;
+  options.prefill_chunk_size = 50;
+  options.device_lateness = 1;
+  options.poison_freed_blocks = true;
+  Executor cached(target, recurrent_model({.layers = "rf"}, 4), options);
+  std::vector<std::vector<int32_t>> earlier;
+  const int32_t num_rounds = testing::test_level() >= 3 ? 250 : 12;
+  for (int32_t round = 0; round < num_rounds; ++round) {
+    std::vector<testing::Job> jobs = testing::random_jobs(random, 40, 64, round % 2 * 0.8, 30, 80);
+    for (testing::Job& job : jobs) {
+      if (earlier.empty() || random() % 5 == 0) continue;
+      const std::vector<int32_t>& begin = earlier[random() % earlier.size()];
+      const auto length = static_cast<std::ptrdiff_t>(random() % (begin.size() + 1));
+      job.prompt.insert(job.prompt.begin(), begin.begin(), begin.begin() + length);
+      if (job.prompt.size() > 100) job.prompt.resize(100);
+    }
+    const std::vector<testing::Outcome> expected = testing::run(never, jobs);
+    const std::vector<testing::Outcome> actual =
+        testing::run(cached, jobs, testing::random_jobs(random, 6, 64, 0), random());
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "round " << round << ", job " << i;
+      if (random() % 4 != 0) continue;
+      earlier.push_back(jobs[i].prompt);
+      earlier.back().insert(earlier.back().end(), expected[i].tokens.begin(),
+                            expected[i].tokens.end());
+    }
+    if (earlier.size() > 60) earlier.erase(earlier.begin(), earlier.begin() + 20);
+  }
+  EXPECT_EQ(cached.check_integrity(), "");
+  const ExecutorStats stats = cached.stats();
+  EXPECT_GT(stats.num_preemptions, num_rounds);
+  for (const ExecutorStats::KvGroup& group : stats.kv_groups) {
+    EXPECT_GT(group.hit_blocks, 10);
+    EXPECT_GT(group.evicted_blocks, 10);
+  }
+}
+
+// A conversation computes the tokens of each turn once, and at most two blocks of earlier ones.
+TEST(EngineRecurrent, AConversationComputesItsNewTokens) {
+  const auto target = recurrent_model({}, 3);
+  ExecutorOptions options = options_of(3);
+  options.max_model_len = 1600;
+  options.max_num_batched_tokens = 512;
+  options.state_interval = 128;
+  Executor executor(target, recurrent_model({.layers = "rf"}, 4), options);
+  std::mt19937_64 random(7);
+  testing::Job job;
+  job.sampling.max_tokens = 23;
+  for (int32_t turn = 0; turn < 20; ++turn) {
+    const auto history = static_cast<int32_t>(job.prompt.size());
+    for (int32_t i = 0; i < 37; ++i) job.prompt.push_back(static_cast<int32_t>(random() % 64));
+    const int64_t before = executor.stats().num_shared_tokens;
+    const testing::Outcome outcome = testing::run(executor, {job}).front();
+    const int64_t cached = executor.stats().num_shared_tokens - before;
+    // The last window of an answer is not cached, nor is a block that it ends in.
+    EXPECT_GE(cached, history - 2 * options.block_size - 4) << "turn " << turn;
+    job.prompt.insert(job.prompt.end(), outcome.tokens.begin(), outcome.tokens.end());
+  }
+  EXPECT_EQ(executor.check_integrity(), "");
+}
+
+// A state is kept where a second prompt parts from the first, so that the third one finds it.
+TEST(EngineRecurrent, PromptsThatPartLeaveAState) {
+  Executor executor(recurrent_model({}, 3), nullptr, options_of(0));
+  std::vector<int64_t> cached;
+  for (int32_t i = 0; i < 3; ++i) {
+    testing::Job job;
+    for (int32_t t = 0; t < 120; ++t) job.prompt.push_back((t < 83 ? 5 : 7 + i) * t % 64);
+    job.sampling.max_tokens = 2;
+    const int64_t before = executor.stats().num_shared_tokens;
+    testing::run(executor, {job});
+    cached.push_back(executor.stats().num_shared_tokens - before);
+  }
+  EXPECT_EQ(cached, (std::vector<int64_t>{0, 0, 80}));
+}
+
 TEST(EngineRecurrent, AThousandIterationsOfFiveDrafts) {
   const auto target = recurrent_model({}, 3);
   testing::expect_a_thousand_iterations(target, recurrent_model({.layers = "rf"}, 4), 5, 18,
