@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -33,11 +34,13 @@ struct Places {
     int32_t longest = 1;
     lengths.resize(batch.sequences.size());
     for (size_t i = 0; i < lengths.size(); ++i) lengths[i] = batch.sequences[i].num_known;
+    std::vector<int32_t> first_entries(lengths.size(), std::numeric_limits<int32_t>::max());
     for (const auto& pass : batch.passes) {
       for (const RecurrentRows& rows : pass) {
-        int32_t& length = lengths[static_cast<size_t>(rows.sequence)];
-        length = std::max(length, rows.start + rows.num_rows);
-        longest = std::max(longest, length);
+        const auto i = static_cast<size_t>(rows.sequence);
+        lengths[i] = std::max(lengths[i], rows.start + rows.num_rows);
+        first_entries[i] = std::min(first_entries[i], rows.first_entry);
+        longest = std::max(longest, lengths[i]);
       }
     }
     stride = longest / s.block_size + 3;
@@ -54,9 +57,9 @@ struct Places {
       for (int32_t b = first_record; b * s.block_size < lengths[i]; ++b) {
         record_blocks[at(i, b)] = 1 + num_records++;
       }
-      for (int32_t e = std::max(0, known / s.block_size - 1); (e + 1) * s.block_size <= lengths[i];
-           ++e) {
-        entry_blocks[at(i, e)] = 1 + num_entries++;
+      const int32_t known_entry = known / s.block_size - 1;
+      for (int32_t e = std::max(0, known_entry); (e + 1) * s.block_size <= lengths[i]; ++e) {
+        if (e == known_entry || e >= first_entries[i]) entry_blocks[at(i, e)] = 1 + num_entries++;
       }
     }
     shuffle_blocks(record_blocks, num_records, stream);
@@ -140,13 +143,13 @@ OpInstance make_gated_delta(const RecurrentSpec& s, const RecurrentBatch& batch,
                          .first_seq = static_cast<int32_t>(indptr.size()),
                          .max_rows_per_seq = std::max(s.max_rows_per_seq, 1)};
     indptr.push_back(0);
-    const auto add_row = [&](const RowName& name, bool stores_nothing) {
+    const auto add_row = [&](const RowName& name, bool stores_nothing, int32_t first_entry) {
       names.push_back(name);
       const bool is_live = name.sequence >= 0;
       const auto sequence = static_cast<size_t>(std::max(name.sequence, 0));
       const int32_t block = name.position / s.block_size;
       const int32_t offset = name.position % s.block_size;
-      const bool completes = offset == s.block_size - 1;
+      const bool completes = offset == s.block_size - 1 && block >= first_entry;
       positions.push_back(is_live ? name.position : 1 << 20);
       seq_slot.push_back(is_live ? places->slots[sequence] : -1);
       const bool stores = is_live && !stores_nothing;
@@ -160,9 +163,9 @@ OpInstance make_gated_delta(const RecurrentSpec& s, const RecurrentBatch& batch,
     for (const RecurrentRows& rows : pass) {
       for (int32_t r = 0; r < rows.num_rows; ++r) {
         add_row({rows.sequence, rows.start + r, r >= rows.num_rows - rows.num_rejected},
-                rows.stores_nothing);
+                rows.stores_nothing, rows.first_entry);
       }
-      for (int32_t r = 0; r < rows.num_inert; ++r) add_row({}, true);
+      for (int32_t r = 0; r < rows.num_inert; ++r) add_row({}, true, 0);
       indptr.push_back(static_cast<int32_t>(names.size()) - arrays.first_row);
       arrays.max_rows_per_seq = std::max(arrays.max_rows_per_seq, rows.num_rows + rows.num_inert);
     }
@@ -505,7 +508,7 @@ std::vector<OpCase> recurrent_op_cases() {
                      return make_gated_delta(
                          prompts,
                          {.sequences = {{0, 0}, {1, 70}, {2, 15}},
-                          .passes = {{{.sequence = 0, .num_rows = 300},
+                          .passes = {{{.sequence = 0, .num_rows = 300, .first_entry = 17},
                                       {.sequence = 1, .start = 70, .num_rows = 4},
                                       {.sequence = 2, .start = 15, .num_rows = 120}}}},
                          seed);

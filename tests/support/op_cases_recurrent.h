@@ -36,6 +36,7 @@ struct RecurrentRows {
   int32_t num_inert = 0;
   int32_t num_rejected = 0;     // of the rows, the last ones: other inputs than the sequence has
   bool stores_nothing = false;  // records and entries go to the null block
+  int32_t first_entry = 0;      // entries before this one go to the null block
 };
 // Passes one after the other, in one call of the case.
 struct RecurrentBatch {
