@@ -24,6 +24,7 @@ class EngineArguments(TypedDict, total=False):
     gpu_memory_utilization: float | None
     block_size: int
     enable_prefix_caching: bool
+    state_interval: int | None
     num_threads: int | None
     seed: int
     max_logprobs: int
@@ -46,6 +47,7 @@ class EngineFields:
     gpu_memory_utilization: float | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
+    state_interval: int | None = None
     num_threads: int | None = None
     seed: int = 0
     max_logprobs: int = 20

@@ -20,7 +20,7 @@ def group_max_bytes(group: dict[str, Any], *, max_num_seqs: int, max_model_len: 
     tokens = max_model_len
     if group["window"]:
         # A window can begin anywhere in its first block.
-        tokens = min(tokens, group["window"] + group["block_size"])
+        tokens = min(tokens, group["window"] + group["block_size"] * group["tokens_per_entry"])
     blocks = -(-(tokens // group["tokens_per_entry"]) // group["block_size"])
     return int(max_num_seqs * blocks * group["block_bytes"])
 

@@ -428,7 +428,7 @@ TEST(PeakBlocks, BoundsASimulatedSequence) {
             most[g] = std::max(most[g], pool.num_held(g) + pool.num_quarantined(g));
           }
         }
-        const auto bound = peak_blocks(layout, num_tokens, rows * (2 * lateness + 1));
+        const auto bound = peak_blocks(layout, num_tokens, {.window = rows * (2 * lateness + 1)});
         for (GroupId g = 0; g < 4; ++g) EXPECT_LE(most[g], bound[g]);
         EXPECT_EQ(most[0], bound[0]);
         EXPECT_EQ(most[2], bound[2]);
@@ -451,7 +451,7 @@ TEST(PeakBlocks, IsTheMostThatAnyAlignmentTouches) {
         }
         most.push_back(touched);
       }
-      EXPECT_EQ(peak_blocks(layout, num_tokens, slack), most) << num_tokens << ", " << slack;
+      EXPECT_EQ(peak_blocks(layout, num_tokens, {.window = slack}), most) << num_tokens << ", " << slack;
     }
   }
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "kv/kv_layout.h"
 
@@ -30,6 +31,19 @@ inline KvLayerShape compressed(int32_t tokens_per_entry, int32_t width, int32_t 
 inline int32_t first_visible(const KvKind& kind, int32_t position) {
   const int32_t window = kv_window(kind);
   return window == 0 ? 0 : std::max(0, position - window + 1);
+}
+
+// The positions [first, second) of which a pass over the rows [begin, end) reads what they store.
+inline std::pair<int32_t, int32_t> read_positions(const KvKind& kind, int32_t begin, int32_t end) {
+  if (const auto* const state = std::get_if<StateKv>(&kind)) {
+    const int32_t block_begin = begin / state->tokens_per_entry * state->tokens_per_entry;
+    return {std::max(block_begin - 1, 0), block_begin};
+  }
+  if (const auto* const record = std::get_if<RecordKv>(&kind)) {
+    const int32_t block_begin = begin / record->tokens_per_state * record->tokens_per_state;
+    return {std::max(block_begin - record->num_taps + 1, 0), begin};
+  }
+  return {first_visible(kind, begin), end};
 }
 
 // Of the tokens before position `num_tokens`, the number of those that complete an entry.

@@ -337,7 +337,7 @@ class KvMachine {
     const int32_t num_tokens = draw(1, kMaxTokens);
     const int32_t rows = draw(1, 16);
     const int32_t lateness = draw(0, kMaxLateness);
-    if (!pool_.fits_alone(peak_blocks(layout_, num_tokens, rows * (2 * lateness + 1)))) {
+    if (!pool_.fits_alone(peak_blocks(layout_, num_tokens, {.window = rows * (2 * lateness + 1)}))) {
       ++num_too_large_;
       return;
     }

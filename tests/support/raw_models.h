@@ -230,6 +230,9 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
                           },
                           [](const CompressedAttention&) {
                             throw std::logic_error("no raw model has compressed attention");
+                          },
+                          [](const RecurrentAttention&) {
+                            throw std::logic_error("no raw model has recurrent layers");
                           }},
                c.layers[i].attention);
     const std::vector<NamedShape> of_mlp = std::visit(

@@ -348,8 +348,10 @@ void SimulatedDevice::draft_steps(Slot& slot) {
   int32_t num_steps = 0;
   while (num_steps + 1 < longest && slot.known_len + num_steps + 1 < slot.limit) ++num_steps;
   if (num_steps == 0) return;
-  write(slot, KvOwner::kDraft, first, first + num_steps, first + num_right);
-  read(slot, KvOwner::kDraft, first, first + num_steps, first);
+  for (int32_t position = first; position < first + num_steps; ++position) {
+    write(slot, KvOwner::kDraft, position, position + 1, first + num_right);
+    read(slot, KvOwner::kDraft, position, position + 1, first);
+  }
 }
 
 void SimulatedDevice::write(Slot& slot, KvOwner owner, int32_t begin, int32_t end,
@@ -358,6 +360,7 @@ void SimulatedDevice::write(Slot& slot, KvOwner owner, int32_t begin, int32_t en
     if (layout_.groups[g].owner != owner) continue;
     for (int32_t position = begin; position < end; ++position) {
       if (!completes_entry(layout_.groups[g].kind, position)) continue;
+      if (hands_on(layout_.groups[g].kind) && has_null_block(slot, g, position)) continue;
       cells_[g][cell(slot, g, position, "writes")] =
           content(slot, owner, position) | (position < first_wrong ? 1 : 0);
     }
@@ -368,8 +371,8 @@ void SimulatedDevice::read(const Slot& slot, KvOwner owner, int32_t begin, int32
                            int32_t first_draft) const {
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner != owner) continue;
-    for (int32_t position = first_visible(layout_.groups[g].kind, begin); position < end;
-         ++position) {
+    const auto [from, to] = read_positions(layout_.groups[g].kind, begin, end);
+    for (int32_t position = from; position < to; ++position) {
       if (!completes_entry(layout_.groups[g].kind, position)) continue;
       const uint64_t found = cells_[g][cell(slot, g, position, "reads")];
       require((found | 1) == (content(slot, owner, position) | 1), "request ", slot.owner.request,
@@ -380,6 +383,13 @@ void SimulatedDevice::read(const Slot& slot, KvOwner owner, int32_t begin, int32
               " holds the KV of a rejected draft");
     }
   }
+}
+
+bool SimulatedDevice::has_null_block(const Slot& slot, size_t group, int32_t position) const {
+  const int32_t entry = num_entries(layout_.groups[group].kind, position);
+  const auto index = static_cast<size_t>(entry / layout_.groups[group].block_size);
+  const std::vector<Entry>& table = slot.tables[group];
+  return index < table.size() && table[index].block == kNullBlock;
 }
 
 size_t SimulatedDevice::cell(const Slot& slot, size_t group, int32_t position,

@@ -130,6 +130,8 @@ class SimulatedDevice {
   void write(Slot& slot, KvOwner owner, int32_t begin, int32_t end, int32_t first_wrong);
   // What queries at positions [begin, end) see; below `first_draft` it must be part of the output.
   void read(const Slot& slot, KvOwner owner, int32_t begin, int32_t end, int32_t first_draft) const;
+  // Whether the block of a position is null, so that rows of groups that hand on write nothing.
+  [[nodiscard]] bool has_null_block(const Slot& slot, size_t group, int32_t position) const;
   // Cell of a position, which must lie in a block that the sequence still has.
   [[nodiscard]] size_t cell(const Slot& slot, size_t group, int32_t position,
                             const char* verb) const;

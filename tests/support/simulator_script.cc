@@ -46,6 +46,21 @@ KvLayerShape make_layer(Random& random) {
   return {SlidingKv{window}, 1, head_dim};
 }
 
+// Gives the models of a quarter of the scripts a recurrent layer.
+void add_recurrent_layers(SimulationScript& script) {
+  const uint64_t random = mix(script.seed + 81);
+  if (random % 4 != 0) return;
+  const auto add = [&](std::vector<KvLayerShape>& layers) {
+    layers.push_back({.kind = StateKv{}, .num_kv_heads = 2, .head_dim = 64});
+    layers.push_back({.kind = RecordKv{.num_taps = std::min(script.block_size + 1, 4)},
+                      .num_kv_heads = 1,
+                      .head_dim = 12});
+  };
+  if (random / 4 % 3 != 0) add(script.target);
+  if (script.first_rows == FirstRows::kNewest && random / 12 % 2 == 0) add(script.draft);
+  script.options.state_interval = script.block_size * (1 + static_cast<int32_t>(random / 24 % 4));
+}
+
 SchedulerOptions make_options(Random& random) {
   SchedulerOptions options;
   options.num_draft_tokens = random.between(0, 4);
@@ -63,8 +78,11 @@ SchedulerOptions make_options(Random& random) {
 // A long request among short ones: where the pool has just what it needs, the short ones leave its
 // blocks scattered.
 void make_one_long(Random& random, SimulationScript& script) {
-  for (KvLayerShape& layer : script.target) layer = {FullKv{}, 1, layer.head_dim};
-  for (KvLayerShape& layer : script.draft) layer = {FullKv{}, 1, layer.head_dim};
+  for (std::vector<KvLayerShape>* const layers : {&script.target, &script.draft}) {
+    for (KvLayerShape& layer : *layers) {
+      if (!hands_on(layer.kind)) layer = {FullKv{}, 1, layer.head_dim};
+    }
+  }
   for (SimulatedRequest& request : script.requests) {
     request.prompt_len = random.between(1, 12);
     request.max_tokens = random.between(1, 10);
@@ -286,6 +304,7 @@ SimulationScript make_script(uint64_t seed) {
     script.draft.resize(static_cast<size_t>(random.between(1, 2)));
     for (KvLayerShape& layer : script.draft) layer = make_layer(random);
   }
+  add_recurrent_layers(script);
   script.percent_early = random.pick({0, 0, 20, 60});
   script.requests = make_requests(random, script.options.num_draft_tokens);
   const bool scatters = random.percent(25);

@@ -30,7 +30,7 @@ LISTS: Final = (
         '#include "model/layers/toy/layer.h"\n',
     ),
 )
-_VARIANT: Final = "CompressedAttention>;"
+_VARIANT: Final = "RecurrentAttention>;"
 _BUILD: Final = (
     ("  cpp/src/model/layers/multi_head/layer.cc\n", "  cpp/src/model/layers/toy/config.cc\n"),
     ("cpp/src/model/layers/multi_head/layer.cc\n", "cpp/src/model/layers/toy/layer.cc\n"),
@@ -73,7 +73,7 @@ def add_toy_kind(root: Path) -> list[str]:
         if name.endswith("layer_config.h"):
             if _VARIANT not in text:
                 raise ValueError(f"{name} does not end the variant with {_VARIANT}")
-            text = text.replace(_VARIANT, "CompressedAttention, ToyAttention>;")
+            text = text.replace(_VARIANT, "RecurrentAttention, ToyAttention>;")
         (root / name).write_text(text, "utf-8")
         touched.append(name)
     return touched

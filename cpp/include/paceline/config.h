@@ -124,6 +124,10 @@ struct ExecutorOptions {
   // A request that begins with the tokens of an earlier one takes over their KV, where the pool
   // still has it, instead of computing it. The output is the same.
   bool enable_prefix_caching = true;
+  // Of models with recurrent layers the prefix cache keeps a state at every multiple of this many
+  // tokens, which is a multiple of block_size, and at the ends of prompts and outputs. 0 is 4,096,
+  // or the largest multiple of block_size below.
+  int32_t state_interval = 0;
   // CPU threads that run the ops, 1..1024; 0 is all cores.
   int32_t num_threads = 0;
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
@@ -170,6 +174,7 @@ inline constexpr int32_t max_num_batched_tokens = 524288;
 inline constexpr int32_t prefill_chunk_size = 524288;
 inline constexpr int32_t max_waiting_requests = 1073741824;
 inline constexpr int32_t block_size = 256;
+inline constexpr int32_t state_interval = 1073741824;
 inline constexpr int32_t num_threads = 1024;
 inline constexpr int32_t max_logprobs = 64;
 inline constexpr double log_interval_s = 86400;
@@ -211,6 +216,7 @@ void visit_options(Options& o, const Visit& visit) {
   visit("gpu_memory_utilization", o.gpu_memory_utilization);
   visit("block_size", o.block_size, 1, largest::block_size);
   visit("enable_prefix_caching", o.enable_prefix_caching);
+  visit("state_interval", o.state_interval);
   visit("num_threads", o.num_threads, 0, largest::num_threads);
   visit("max_logprobs", o.max_logprobs, 0, largest::max_logprobs);
   visit_options(o.speculative, visit);
@@ -238,6 +244,7 @@ void visit_given(const Given& given, ExecutorOptions& o, const Visit& visit) {
   visit(given.kv_cache_bytes, o.kv_cache_bytes);
   visit(given.gpu_memory_utilization, o.gpu_memory_utilization);
   visit(given.block_size, o.block_size);
+  visit(given.state_interval, o.state_interval);
   visit(given.num_threads, o.num_threads);
   visit(given.hang_timeout_s, o.hang_timeout_s);
   visit(given.num_speculative_tokens, o.speculative.num_speculative_tokens);

@@ -87,6 +87,10 @@ typedef struct paceline_options {
   // 0: the default, which is only with accept_method "coupled"; positive: yes; negative: no.
   int32_t adaptive_drafts;
   // generated: c_fields
+  // Of models with recurrent layers the prefix cache keeps a state at every multiple of this many
+  // tokens, which is a multiple of block_size, and at the ends of prompts and outputs. 0 is 4,096,
+  // or the largest multiple of block_size below.
+  int32_t state_interval;
   // Seconds, up to 86,400, after which an iteration that the device has not completed is a failure
   // of the device, which poll() raises like any other; 0 is off. Longer than the longest iteration.
   // The destructor still waits for the device.

@@ -16,6 +16,7 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kDefaultBatchedTokens = 2048;
+constexpr int32_t kDefaultStateInterval = 4096;
 
 // Only where the output does not depend on the number of drafts, and its cost can be measured.
 bool adapts_by_default(const ExecutorOptions& o) {
@@ -53,6 +54,9 @@ ExecutorOptions with_defaults(ExecutorOptions o, const Model& target, const Mode
   if (k == 0 && draft != nullptr) k = draft->default_draft_tokens;
   SpeculativeOptions& s = o.speculative;
   if (!s.adaptive.has_value()) s.adaptive = adapts_by_default(o);
+  if (o.state_interval == 0 && o.block_size > 0) {
+    o.state_interval = std::max(kDefaultStateInterval / o.block_size, 1) * o.block_size;
+  }
   if (o.max_num_batched_tokens == 0) {
     const int64_t windows = int64_t{o.max_num_seqs} * (int64_t{k} + 1);
     o.max_num_batched_tokens = static_cast<int32_t>(

@@ -69,18 +69,39 @@ int64_t window_tokens(int32_t window, const ExecutorOptions& o) {
   return std::min(held + 4 * rows, times(o.max_num_seqs, o.max_model_len));
 }
 
+// Tokens whose blocks all sequences hold in a layer that hands on, and those that the prefix cache
+// keeps of as many sequences.
+int64_t handed_on_tokens(const ExecutorOptions& o) {
+  // The block before the row's own, its own, and one that later ones begin or that waits in
+  // quarantine.
+  constexpr int64_t kHeld = 3;
+  // Each of the chunks in flight of a prompt leaves two.
+  constexpr int64_t kOfPrompts = 10;
+  const int64_t held = kHeld + extra_tokens(o) / o.block_size - 2;
+  const int64_t kept = 2 + o.max_model_len / std::max(o.state_interval, 1);
+  const int64_t blocks = times(o.max_num_seqs, held + kept) + kOfPrompts;
+  return times(blocks, o.block_size);
+}
+
 struct Layers {
-  std::span<const KvLayerShape> target;
-  std::span<const KvLayerShape> draft;
+  std::vector<KvLayerShape> target;
+  std::vector<KvLayerShape> draft;
   DType dtype;
 };
+
+// Layers whose blocks have block_size tokens.
+std::vector<KvLayerShape> with_blocks(std::span<const KvLayerShape> shapes, int32_t block_size) {
+  std::vector<KvLayerShape> sized;
+  for (const KvLayerShape& shape : shapes) sized.push_back(with_block_size(shape, block_size));
+  return sized;
+}
 
 // Bytes that all layers store, of which each stores tokens_of(layer) tokens.
 template <class TokensOf>
 int64_t stored_bytes(const Layers& layers, TokensOf tokens_of) {
   int64_t sum = 0;
-  for (const std::span<const KvLayerShape> model : {layers.target, layers.draft}) {
-    for (const KvLayerShape& layer : model) {
+  for (const std::vector<KvLayerShape>* const model : {&layers.target, &layers.draft}) {
+    for (const KvLayerShape& layer : *model) {
       sum = plus(sum, layer_bytes(layer, layers.dtype, tokens_of(layer)));
     }
   }
@@ -146,6 +167,7 @@ KvCacheSize size_on_cpu(const Layers& layers, const ExecutorOptions& given,
                         std::optional<int64_t> free_bytes, int32_t shared_len) {
   const int64_t wanted = wanted_bytes(given, shared_len, [&](const ExecutorOptions& o) {
     return pool_bytes(layers, o, [&](const KvLayerShape& layer) {
+      if (hands_on(layer.kind)) return handed_on_tokens(o);
       const int32_t window = kv_window(layer.kind);
       return window == 0 ? all_tokens(layer, o) : window_tokens(window, o);
     });
@@ -189,9 +211,10 @@ KvCacheSize size_on_cuda(const Layers& layers, const ExecutorOptions& given,
                          const DeviceBytes& memory, int32_t shared_len) {
   const int64_t free_bytes = memory.free.value_or(0);
   // This counts every layer as if it held all tokens, but for the tails, which are far larger than
-  // what they are compressed to.
+  // what they are compressed to, and for recurrent layers.
   const auto bytes_of = [&](const ExecutorOptions& o) {
     return pool_bytes(layers, o, [&](const KvLayerShape& layer) {
+      if (hands_on(layer.kind)) return handed_on_tokens(o);
       const auto* const tail = std::get_if<TailKv>(&layer.kind);
       return tail == nullptr ? all_tokens(layer, o) : window_tokens(tail->window, o);
     });
@@ -225,7 +248,8 @@ KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                   std::span<const KvLayerShape> draft, DType dtype, Device device,
                                   const ExecutorOptions& options, const DeviceBytes& memory,
                                   int32_t shared_len) {
-  const Layers layers = {target, draft, dtype};
+  const Layers layers = {with_blocks(target, options.block_size),
+                         with_blocks(draft, options.block_size), dtype};
   if (shared_len == 0) shared_len = options.max_model_len;
   if (device == Device::kCuda) return size_on_cuda(layers, options, memory, shared_len);
   return size_on_cpu(layers, options, memory.free, shared_len);

@@ -118,6 +118,14 @@ void check_adaptive(const ExecutorOptions& o) {
   throw InvalidArgument(concat("adaptive is true, but ", cause, "; allowed then: false"));
 }
 
+void check_state_interval(const ExecutorOptions& o) {
+  check_range("state_interval", o.state_interval, 1, largest::state_interval);
+  if (o.state_interval % o.block_size != 0) {
+    throw InvalidArgument(concat("state_interval is ", o.state_interval,
+                                 "; allowed: a multiple of block_size, ", o.block_size));
+  }
+}
+
 void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
   const double share = o.gpu_memory_utilization;
   if (!(share >= 0 && share <= 1)) {
@@ -218,6 +226,7 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  "; allowed: 0 (default_kv_cache_size() chooses) to the bytes "
                                  "that the device has"));
   }
+  check_state_interval(o);
   check_gpu_memory_utilization(o, target.device);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
   // A draft head supports all positions of its target; its own max_position describes its training.

@@ -179,6 +179,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
                     .max_exact_missed = num_kept > 0 ? num_kept - 1 : INT32_MAX,
                     .max_in_flight = max_in_flight(o),
                     .enable_prefix_caching = o.enable_prefix_caching,
+                    .state_interval = o.state_interval,
                     .kv_lookahead = traits.kv_looks_ahead ? 1 : 0,
                     .follows_hidden = first_rows == FirstRows::kWindow,
                     .max_adopted_tokens = max_adopted_tokens(o)},

@@ -50,17 +50,19 @@ GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const 
                            .window = window,
                            .table = table};
   };
+  const auto entries_of_tokens = [&]() -> GroupMetadata {
+    return CompressedMetadata{.slot_mapping = slots,
+                              .entry_end = arena.allocate<int32_t>(capacity, "metadata"),
+                              .table = table};
+  };
   return std::visit(
       Overloaded{[&](const FullKv&) { return full(); }, [&](const LatentKv&) { return full(); },
                  [&](const SlidingKv& sliding) { return sliding_entries(sliding.window); },
                  [&](const WindowEntryKv& entries) { return sliding_entries(entries.window); },
                  [&](const TailKv& tail) { return sliding_entries(tail.window); },
-                 [&](const CompressedKv&) -> GroupMetadata {
-                   return CompressedMetadata{
-                       .slot_mapping = slots,
-                       .entry_end = arena.allocate<int32_t>(capacity, "metadata"),
-                       .table = table};
-                 }},
+                 [&](const CompressedKv&) { return entries_of_tokens(); },
+                 [&](const StateKv&) { return entries_of_tokens(); },
+                 [&](const RecordKv&) { return full(); }},
       group.kind);
 }
 

@@ -24,9 +24,9 @@ int32_t max_table_writes(const BatchShape& shape, const KvLayout& layout, int32_
   for (const KvGroup& group : layout.groups) {
     const int64_t ahead = 4 * (int64_t{shape.num_draft_tokens} + 2);
     reached += (shape.max_verify_rows + shape.max_adopted_tokens + shape.max_seqs * ahead) /
-                   group.block_size +
+                   block_tokens(group) +
                int64_t{4} * shape.max_seqs;
-    all += int64_t{shape.max_seqs} * (max_model_len / group.block_size + 1);
+    all += int64_t{shape.max_seqs} * (max_model_len / block_tokens(group) + 1);
   }
   return static_cast<int32_t>(std::min(all, std::max(reached, kSmall)));
 }

@@ -76,13 +76,22 @@ void check_shape(const KvLayerShape& shape, const std::string& layer) {
                                       compressed.tokens_per_entry, 1, kMaxExtent);
                           check_range(concat(layer, ": index_dim of a compressed layer"),
                                       compressed.index_dim, 0, kMaxExtent);
+                        },
+                        [](const StateKv&) {},
+                        [&](const RecordKv& record) {
+                          check_one_head();
+                          check_range(concat("block_size, where ", layer, " is recurrent and reads ",
+                                             record.num_taps, " inputs,"),
+                                      record.tokens_per_state, record.num_taps - 1, kMaxBlockSize);
                         }},
              shape.kind);
 }
 
 // The dtype of what a layer stores, where `dtype` is that of KV.
 [[nodiscard]] DType stored_dtype(const KvKind& kind, DType dtype) {
-  return std::holds_alternative<TailKv>(kind) ? DType::kFloat32 : dtype;
+  const bool is_float =
+      std::holds_alternative<TailKv>(kind) || std::holds_alternative<StateKv>(kind);
+  return is_float ? DType::kFloat32 : dtype;
 }
 
 [[nodiscard]] std::string shape_text(const KvLayerShape& shape) {
@@ -127,7 +136,7 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
   std::vector<int32_t>& layer_index =
       is_target ? layout.target_layer_index : layout.draft_layer_index;
   for (size_t layer = 0; layer < shapes.size(); ++layer) {
-    const KvLayerShape& shape = shapes[layer];
+    const KvLayerShape shape = with_block_size(shapes[layer], block_size);
     const std::string name = concat(kv_owner_name(owner), " layer ", layer);
     check_shape(shape, name);
     if (shape.source >= 0) {
@@ -156,9 +165,9 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
       created.kind = shape.kind;
       created.num_kv_heads = shape.num_kv_heads;
       created.head_dim = shape.head_dim;
-      created.block_size = block_size;
+      created.block_size = std::holds_alternative<StateKv>(shape.kind) ? 1 : block_size;
       created.dtype = stored_dtype(shape.kind, dtype);
-      created.layer_bytes = block_size * entry_bytes(shape, dtype);
+      created.layer_bytes = created.block_size * entry_bytes(shape, dtype);
       group = groups.insert(groups.end(), std::move(created));
     }
     layer_index.push_back(static_cast<int32_t>(group->layers.size()));
@@ -175,6 +184,7 @@ KvLayout group_models(std::span<const KvLayerShape> target, std::span<const KvLa
   check_range("number of target layers", static_cast<int64_t>(target.size()), 1, kMaxExtent);
   check_range("number of draft layers", static_cast<int64_t>(draft.size()), 0, kMaxExtent);
   KvLayout layout;
+  layout.block_size = block_size;
   group_layers(target, target, KvOwner::kTarget, block_size, dtype, layout);
   group_layers(draft, target, KvOwner::kDraft, block_size, dtype, layout);
   return layout;
@@ -308,7 +318,9 @@ std::string_view kv_kind_name(const KvKind& kind) {
                  [](const LatentKv&) -> std::string_view { return "latent"; },
                  [](const WindowEntryKv&) -> std::string_view { return "window"; },
                  [](const TailKv&) -> std::string_view { return "tail"; },
-                 [](const CompressedKv&) -> std::string_view { return "compressed"; }},
+                 [](const CompressedKv&) -> std::string_view { return "compressed"; },
+                 [](const StateKv&) -> std::string_view { return "state"; },
+                 [](const RecordKv&) -> std::string_view { return "record"; }},
       kind);
 }
 
@@ -318,7 +330,9 @@ int32_t kv_window(const KvKind& kind) {
                                [](const LatentKv&) { return 0; },
                                [](const WindowEntryKv& entries) { return entries.window; },
                                [](const TailKv& tail) { return tail.window; },
-                               [](const CompressedKv&) { return 0; }},
+                               [](const CompressedKv&) { return 0; },
+                               [](const StateKv& state) { return state.tokens_per_entry + 1; },
+                               [](const RecordKv& record) { return record.tokens_per_state + 1; }},
                     kind);
 }
 
@@ -327,15 +341,28 @@ int32_t tokens_per_entry(const KvKind& kind) {
       Overloaded{[](const FullKv&) { return 1; }, [](const SlidingKv&) { return 1; },
                  [](const LatentKv&) { return 1; }, [](const WindowEntryKv&) { return 1; },
                  [](const TailKv&) { return 1; },
-                 [](const CompressedKv& c) { return c.tokens_per_entry; }},
+                 [](const CompressedKv& c) { return c.tokens_per_entry; },
+                 [](const StateKv& state) { return std::max(state.tokens_per_entry, 1); },
+                 [](const RecordKv&) { return 1; }},
       kind);
+}
+
+bool hands_on(const KvKind& kind) {
+  return std::holds_alternative<StateKv>(kind) || std::holds_alternative<RecordKv>(kind);
+}
+
+KvLayerShape with_block_size(KvLayerShape shape, int32_t block_size) {
+  if (auto* const state = std::get_if<StateKv>(&shape.kind)) state->tokens_per_entry = block_size;
+  if (auto* const record = std::get_if<RecordKv>(&shape.kind)) record->tokens_per_state = block_size;
+  return shape;
 }
 
 int32_t kv_parts(const KvKind& kind) {
   return std::visit(
       Overloaded{[](const FullKv&) { return 2; }, [](const SlidingKv&) { return 2; },
                  [](const LatentKv&) { return 1; }, [](const WindowEntryKv&) { return 1; },
-                 [](const TailKv&) { return 1; }, [](const CompressedKv&) { return 1; }},
+                 [](const TailKv&) { return 1; }, [](const CompressedKv&) { return 1; },
+                 [](const StateKv&) { return 1; }, [](const RecordKv&) { return 1; }},
       kind);
 }
 
@@ -343,6 +370,10 @@ int64_t entry_bytes(const KvLayerShape& shape, DType dtype) {
   int64_t elements = int64_t{kv_parts(shape.kind)} * shape.num_kv_heads * shape.head_dim;
   if (const auto* const c = std::get_if<CompressedKv>(&shape.kind)) elements += c->index_dim;
   return elements * dtype_bytes(stored_dtype(shape.kind, dtype));
+}
+
+int32_t block_tokens(const KvGroup& group) {
+  return group.block_size * tokens_per_entry(group.kind);
 }
 
 int32_t num_blocks(const KvGroup& group, int64_t num_tokens) {

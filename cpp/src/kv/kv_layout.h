@@ -60,15 +60,34 @@ struct CompressedKv {  // every entry whose tokens are all at or below the query
 
   [[nodiscard]] bool operator==(const CompressedKv&) const = default;
 };
-using KvKind = std::variant<FullKv, SlidingKv, LatentKv, WindowEntryKv, TailKv, CompressedKv>;
+// The stores of a recurrent layer (ops/recurrent.h). A block of either covers tokens_per_entry tokens,
+// the block size, and a row needs the block of its own position and the one before.
+struct StateKv {  // the state after the last token of each block, always float32
+  int32_t tokens_per_entry = 0;  // plan_kv_layout sets it; 0 before
+
+  [[nodiscard]] bool operator==(const StateKv&) const = default;
+};
+struct RecordKv {  // what replays the tokens since a state, in the dtype of KV; one KV head
+  int32_t num_taps = 0;          // a row reads this many inputs, its own included
+  int32_t tokens_per_state = 0;  // as StateKv::tokens_per_entry; at least num_taps - 1
+
+  [[nodiscard]] bool operator==(const RecordKv&) const = default;
+};
+using KvKind = std::variant<FullKv, SlidingKv, LatentKv, WindowEntryKv, TailKv, CompressedKv, StateKv,
+                            RecordKv>;
 
 enum class KvOwner : uint8_t { kTarget, kDraft };
 
 [[nodiscard]] std::string_view kv_kind_name(const KvKind& kind);
 // The number of keys that a query sees; 0: all up to its own position.
 [[nodiscard]] int32_t kv_window(const KvKind& kind);
-// The number of tokens that one entry stands for: 1 except in compressed groups.
+// The number of tokens that one entry stands for: 1 except in compressed groups and in those of
+// states.
 [[nodiscard]] int32_t tokens_per_entry(const KvKind& kind);
+// Whether the rows of a pass hand on to each other what they store in a layer of this kind, so that
+// a pass reads nothing of it that it has written itself. A block that later passes do not need is
+// then never allocated, and one in the middle of a sequence may be cached without those before it.
+[[nodiscard]] bool hands_on(const KvKind& kind);
 [[nodiscard]] std::string_view kv_owner_name(KvOwner owner);
 
 // What an entry stores in a layer of this kind, in units of [num_kv_heads, head_dim]: K and V, or
@@ -86,7 +105,9 @@ struct KvLayerShape {
   // true: `source` is a layer of the target; false: an earlier layer of the same model.
   bool reads_target = false;
 };
-// Bytes of one entry. TailKv is float32, all others have the dtype of KV.
+// The same layer where blocks cover block_size tokens: sets the fields that depend on it.
+[[nodiscard]] KvLayerShape with_block_size(KvLayerShape shape, int32_t block_size);
+// Bytes of one entry. TailKv and StateKv are float32, all others have the dtype of KV.
 [[nodiscard]] int64_t entry_bytes(const KvLayerShape& shape, DType dtype);
 
 // Layers of one model that share kind (with its window), heads, head size and owner.
@@ -95,7 +116,7 @@ struct KvGroup {
   KvKind kind;
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
-  int32_t block_size = 0;  // tokens, or entries of CompressedKv
+  int32_t block_size = 0;  // tokens, or entries of CompressedKv; 1 in StateKv
   DType dtype = DType::kFloat32;
   std::vector<int32_t> layers;  // layer numbers of the owner, ascending, without readers; the i-th
                                 // is at i * layer_bytes in a block
@@ -106,11 +127,14 @@ struct KvGroup {
   int64_t block_bytes = 0;    // allocated bytes: content plus padding, a multiple of kKvAlignment
 };
 
+// Tokens that a block of the group covers.
+[[nodiscard]] int32_t block_tokens(const KvGroup& group);
 // The number of blocks that num_tokens tokens need, and of those that they fill.
 [[nodiscard]] int32_t num_blocks(const KvGroup& group, int64_t num_tokens);
 [[nodiscard]] int32_t num_whole_blocks(const KvGroup& group, int64_t num_tokens);
 
 struct KvLayout {
+  int32_t block_size = 0;                      // as planned; tokens of a block in most kinds
   std::vector<KvGroup> groups;                 // the target's groups first
   std::vector<GroupId> target_layer_to_group;  // [target layers]
   std::vector<GroupId> draft_layer_to_group;   // [draft layers]

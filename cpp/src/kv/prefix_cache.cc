@@ -29,16 +29,17 @@ std::string_view text_of(const CacheSalt& salt) {
 
 PrefixCache::PrefixCache(SlabPool& pool, int32_t lookahead, bool may_lack_drafter)
     : pool_(pool),
-      block_size_(pool.layout().groups.at(0).block_size),
+      block_size_(pool.layout().block_size),
       lookahead_(lookahead),
       hash_seed_(std::random_device()()) {
   const KvLayout& layout = pool.layout();
   for (const KvGroup& kv_group : layout.groups) {
-    PACELINE_CHECK(kv_group.block_size == block_size_, "block_size is ", kv_group.block_size,
-                   " and ", block_size_);
     Group group;
+    PACELINE_CHECK(block_tokens(kv_group) % block_size_ == 0, "a block has ",
+                   block_tokens(kv_group), " tokens and not a multiple of ", block_size_);
     group.nodes_per_block = block_tokens(kv_group) / block_size_;
     group.sees_all = kv_window(kv_group.kind) == 0;
+    group.hands_on = paceline::hands_on(kv_group.kind);
     group.is_optional = may_lack_drafter && kv_group.owner == KvOwner::kDraft;
     PACELINE_CHECK(group.sees_all || !group.is_optional, "a sliding group of the drafter");
     const int64_t num_blocks = layout.pool_bytes / kv_group.block_bytes;
@@ -110,6 +111,7 @@ PrefixCache::Match PrefixCache::find(std::span<const int32_t> tokens, const Cach
     node = wanted.empty() ? kNone : child(node, wanted, salt);
     if (node == kNone) break;
     const int32_t num_tokens = (depth + 1) * block_size_;
+    match.num_known = num_tokens;
     bool is_served = (depth + 1) % nodes_per_hit_ == 0;
     for (size_t g = 0; g < groups_.size(); ++g) {
       if (groups_[g].is_optional) {
@@ -164,7 +166,8 @@ void PrefixCache::count_hit(const SequenceBlocks& blocks, const Match& match) {
 }
 
 void PrefixCache::extend(Cursor& cursor, std::span<const int32_t> tokens, const CacheSalt& salt,
-                         int32_t num_computed, const SequenceBlocks& blocks, Parts parts) {
+                         int32_t num_computed, const SequenceBlocks& blocks, Parts parts,
+                         const KeptStates& kept) {
   if (!is_current(cursor)) cursor = {};
   int32_t node = cursor.node;
   int32_t depth = nodes_[static_cast<size_t>(node)].depth + 1;
@@ -175,18 +178,25 @@ void PrefixCache::extend(Cursor& cursor, std::span<const int32_t> tokens, const 
     if (next == kNone) next = create(node, wanted, salt);
     if (next == kNone) break;
     node = next;
-    attach(node, blocks, parts);
+    attach(node, blocks, parts, kept.keeps((depth + 1) * block_size_));
   }
   cursor = {.node = node, .generation = nodes_[static_cast<size_t>(node)].generation};
   remove_bare_leaves(node);
 }
 
-void PrefixCache::attach(int32_t node, const SequenceBlocks& blocks, Parts parts) {
+void PrefixCache::keep_end(const Cursor& cursor, const SequenceBlocks& blocks, Parts parts) {
+  if (cursor.node != kRoot && is_current(cursor)) {
+    attach(cursor.node, blocks, parts, /*keeps=*/true);
+  }
+}
+
+void PrefixCache::attach(int32_t node, const SequenceBlocks& blocks, Parts parts, bool keeps) {
   const int32_t depth = nodes_[static_cast<size_t>(node)].depth;
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
     if ((depth + 1) % group.nodes_per_block != 0 || block(node, g) != kNullBlock) continue;
     if (group.is_optional && parts == Parts::kTarget) continue;
+    if (group.hands_on && !keeps) continue;
     const auto index = static_cast<size_t>((depth + 1) / group.nodes_per_block - 1);
     const std::span<const BlockId> table = blocks.table(static_cast<GroupId>(g));
     if (index >= table.size() || table[index] == kNullBlock) continue;

@@ -21,6 +21,10 @@
 // the block of every node, so a node without that block is removed, with all below it. A sliding
 // group needs the blocks of the last window only.
 //
+// A group that hands on (hands_on) may have blocks in the middle of a sequence without those before
+// them. Its blocks are large, so nodes get only those that the sequence keeps (KeptStates) and, when
+// it ends, its last ones.
+//
 // If the drafter may lack KV, its groups are optional: a node may lack their blocks, and so do then
 // all nodes below it. A sequence that follows the path later adds the blocks, and if one of them is
 // evicted, its node is removed with all below it as for any other group.
@@ -51,13 +55,14 @@ class PrefixCache {
   };
   struct Match {
     int32_t num_tokens = 0;  // whose KV is cached in all groups, or in those of the target
+    int32_t num_known = 0;   // at least as many: that some earlier sequence has begun with
     Cursor end;
     int32_t num_drafted = 0;  // of which in those of the drafter, too
     Cursor drafted_end;
 
     // The part that all groups have.
     [[nodiscard]] Match drafted() const {
-      return {num_drafted, drafted_end, num_drafted, drafted_end};
+      return {num_drafted, num_known, drafted_end, num_drafted, drafted_end};
     }
   };
   // Groups whose KV is complete.
@@ -85,9 +90,13 @@ class PrefixCache {
 
   // Adds the full blocks among the first `num_computed` tokens of a sequence, whose KV is complete
   // in the groups of `parts`. `cursor` is where its last call with the same parts ended, at first
-  // the root or the end of the match that it began with.
+  // the root or the end of the match that it began with. Of groups that hand on, only blocks that
+  // `kept` keeps are added.
   void extend(Cursor& cursor, std::span<const int32_t> tokens, const CacheSalt& salt,
-              int32_t num_computed, const SequenceBlocks& blocks, Parts parts = Parts::kAll);
+              int32_t num_computed, const SequenceBlocks& blocks, Parts parts = Parts::kAll,
+              const KeptStates& kept = {});
+  // Adds the blocks of groups that hand on where the last extend of a sequence has ended.
+  void keep_end(const Cursor& cursor, const SequenceBlocks& blocks, Parts parts);
 
   // Forgets everything; the KV of new weights differs. Blocks stay with their holders.
   void clear();
@@ -121,6 +130,7 @@ class PrefixCache {
   struct Group {
     int32_t nodes_per_block = 1;
     bool sees_all = true;
+    bool hands_on = false;
     bool is_optional = false;      // of the drafter, if its blocks may be lacking
     std::vector<int32_t> node_of;  // [blocks] kNone: unknown
   };
@@ -144,7 +154,8 @@ class PrefixCache {
   [[nodiscard]] bool has_blocks(int32_t node) const;
   // Returns kNone if the tree is full.
   int32_t create(int32_t parent, std::span<const int32_t> key, const CacheSalt& salt);
-  void attach(int32_t node, const SequenceBlocks& blocks, Parts parts);
+  // `keeps`: whether groups that hand on keep their blocks of this node.
+  void attach(int32_t node, const SequenceBlocks& blocks, Parts parts, bool keeps);
   // Tokens of a match whose blocks a group has.
   [[nodiscard]] int32_t num_served(size_t group, const Match& match) const {
     return groups_[group].is_optional ? match.num_drafted : match.num_tokens;

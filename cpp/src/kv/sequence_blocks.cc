@@ -8,10 +8,17 @@
 #include <algorithm>
 
 namespace paceline {
+namespace {
 
-int32_t block_tokens(const KvGroup& group) {
-  return group.block_size * tokens_per_entry(group.kind);
+// Whether a pass leaves block `index` to no later one: its rows hand on what it would hold.
+bool is_passed_over(const KvGroup& group, int32_t index, const PassEnd& end) {
+  if (end.next_position <= 0 || !hands_on(group.kind)) return false;
+  const int32_t lag = group.owner == KvOwner::kDraft ? end.draft_lag : 0;
+  return index < num_passed_blocks(group, std::max(end.next_position - lag, 0)) &&
+         !end.kept.keeps((index + 1) * block_tokens(group));
 }
+
+}  // namespace
 
 int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
   const int32_t window = kv_window(group.kind);
@@ -22,17 +29,18 @@ int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
 SequenceBlocks::SequenceBlocks(int32_t num_groups)
     : groups_(static_cast<size_t>(num_groups)), missing_(static_cast<size_t>(num_groups)) {}
 
-int64_t SequenceBlocks::num_missing(const Group& group, int64_t num_blocks) const {
-  const auto size = static_cast<int64_t>(group.table.size());
-  return std::max<int64_t>(0, num_blocks - std::max<int64_t>(size, group.num_released));
-}
 
 bool SequenceBlocks::can_fork(const KvLayout& layout, int32_t num_tokens) const {
   for (size_t g = 0; g < groups_.size(); ++g) {
     const int64_t num_needed = num_blocks(layout.groups[g], num_tokens);
-    if (groups_[g].num_released > num_passed_blocks(layout.groups[g], num_tokens) ||
-        static_cast<int64_t>(groups_[g].table.size()) < num_needed) {
+    const int32_t num_passed = num_passed_blocks(layout.groups[g], num_tokens);
+    const std::vector<BlockId>& table = groups_[g].table;
+    if (groups_[g].num_released > num_passed || static_cast<int64_t>(table.size()) < num_needed) {
       return false;
+    }
+    if (!hands_on(layout.groups[g].kind)) continue;
+    for (int64_t i = num_passed; i < num_needed; ++i) {
+      if (table[static_cast<size_t>(i)] == kNullBlock) return false;
     }
   }
   return true;
@@ -86,7 +94,7 @@ void SequenceBlocks::return_adopted(SlabPool& pool) {
 }
 
 void SequenceBlocks::append_writes(int32_t seq_slot, std::vector<TableWrite>& writes) const {
-  reserve_more(writes, static_cast<size_t>(num_held()));
+  for (const Group& group : groups_) reserve_more(writes, group.table.size());
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
     for (auto i = group.num_released; i < static_cast<int32_t>(group.table.size()); ++i) {
@@ -107,16 +115,19 @@ void SequenceBlocks::append_copies(const KvLayout& layout, const SequenceBlocks&
 }
 
 bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slot,
-                             std::vector<TableWrite>& writes) {
+                             std::vector<TableWrite>& writes, const PassEnd& end) {
   const std::vector<KvGroup>& kv_groups = pool.layout().groups;
   PACELINE_CHECK(groups_.size() == kv_groups.size(), "sequence has ", groups_.size(),
                  " groups, the pool ", kv_groups.size());
   size_t num_entries = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int64_t num_needed = num_blocks(kv_groups[g], num_tokens);
-    missing_[g] = num_missing(groups_[g], num_needed);
-    const auto size = static_cast<int64_t>(groups_[g].table.size());
-    num_entries += static_cast<size_t>(std::max<int64_t>(0, num_needed - size));
+    const int32_t num_needed = num_blocks(kv_groups[g], num_tokens);
+    const auto size = static_cast<int32_t>(groups_[g].table.size());
+    missing_[g] = 0;
+    for (int32_t i = std::max(size, groups_[g].num_released); i < num_needed; ++i) {
+      missing_[g] += is_passed_over(kv_groups[g], i, end) ? 0 : 1;
+    }
+    num_entries += static_cast<size_t>(std::max(0, num_needed - size));
   }
   if (num_entries == 0) return true;
   if (!pool.can_allocate(missing_)) return false;
@@ -134,7 +145,7 @@ bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slo
     const int64_t num_needed = num_blocks(kv_groups[g], num_tokens);
     for (auto i = static_cast<int32_t>(group.table.size()); i < num_needed; ++i) {
       BlockId block = kNullBlock;
-      if (i >= group.num_released) {
+      if (i >= group.num_released && !is_passed_over(kv_groups[g], i, end)) {
         const std::optional<BlockId> allocated = pool.allocate(static_cast<GroupId>(g));
         PACELINE_CHECK(allocated.has_value(), "group ", g, ": can_allocate promised a block");
         block = *allocated;
@@ -158,6 +169,7 @@ void SequenceBlocks::release_below(SlabPool& pool, int32_t first_query_position,
     const int32_t num_released = num_passed_blocks(kv_groups[g], first_query);
     const auto end = std::min(num_released, static_cast<int32_t>(group.table.size()));
     for (int32_t i = group.num_released; i < end; ++i) {
+      if (group.table[i] == kNullBlock) continue;
       pool.release(static_cast<GroupId>(g), group.table[i], newest_launched);
       group.table[i] = kNullBlock;
     }
@@ -172,6 +184,7 @@ void SequenceBlocks::release_all(SlabPool& pool, int64_t newest_launched) {
     for (size_t g = 0; g < groups_.size(); ++g) {
       const Group& group = groups_[g];
       if (i > group.table.size() || i <= static_cast<size_t>(group.num_released)) continue;
+      if (group.table[i - 1] == kNullBlock) continue;
       pool.release(static_cast<GroupId>(g), group.table[i - 1], newest_launched);
     }
   }
@@ -188,23 +201,33 @@ std::span<const BlockId> SequenceBlocks::table(GroupId group) const {
 int64_t SequenceBlocks::num_held() const {
   int64_t num_held = 0;
   for (const Group& group : groups_) {
-    num_held += std::max<int64_t>(
-        0, static_cast<int64_t>(group.table.size()) - int64_t{group.num_released});
+    for (auto i = static_cast<size_t>(group.num_released); i < group.table.size(); ++i) {
+      num_held += group.table[i] != kNullBlock ? 1 : 0;
+    }
   }
   return num_held;
 }
 
-std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens, int32_t window_slack,
-                                 int32_t draft_lag) {
+std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens,
+                                 const PeakSlack& slack) {
   std::vector<int64_t> counts;
   counts.reserve(layout.groups.size());
   for (const KvGroup& group : layout.groups) {
     const int64_t all = num_blocks(group, num_tokens);
     const int32_t window = kv_window(group.kind);
     // Worst alignment: the span begins with the last token of a block.
-    const int32_t lag = group.owner == KvOwner::kDraft ? draft_lag : 0;
-    const int64_t span = int64_t{window} + window_slack + lag;
-    counts.push_back(window == 0 ? all : std::min<int64_t>(all, 1 + num_blocks(group, span - 1)));
+    const int32_t lag = group.owner == KvOwner::kDraft ? slack.draft_lag : 0;
+    const bool is_handed_on = hands_on(group.kind);
+    const int64_t span =
+        int64_t{window} + (is_handed_on ? slack.verify_window : slack.window) + lag;
+    // In whole blocks, since a group may count blocks that are full only.
+    int64_t most = 1 + (span - 1 + block_tokens(group) - 1) / block_tokens(group);
+    if (is_handed_on) {
+      // The block of the last position, the one before, and those that a late drafter may need.
+      most += int64_t{slack.num_chunks} * (2 + (lag + block_tokens(group) - 1) / block_tokens(group));
+      most += slack.kept.most_kept(slack.window);
+    }
+    counts.push_back(window == 0 ? all : std::min(all, most));
   }
   return counts;
 }

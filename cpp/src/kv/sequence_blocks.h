@@ -12,6 +12,9 @@
 // num_tokens. The fork has its own block for the one that contains num_tokens, and the device
 // copies the parent's block into it.
 //
+// Where the rows of a pass hand on what they store (hands_on), a sequence has blocks only where later
+// passes begin, or where the prefix cache keeps one; the null block stands for the others.
+//
 // Or it may begin with blocks of a PrefixCache (`adopt`). These end at a multiple of every group's
 // block, are full, and are never written again either.
 //
@@ -27,11 +30,33 @@
 
 namespace paceline {
 
-// Tokens that a block of the group covers.
-[[nodiscard]] int32_t block_tokens(const KvGroup& group);
-
 // Number of blocks wholly below the keys that a query at `position` sees in the group.
 [[nodiscard]] int32_t num_passed_blocks(const KvGroup& group, int32_t position);
+
+// Where a sequence keeps the blocks of groups that hand on for the prefix cache: those that end at
+// these positions.
+struct KeptStates {
+  int32_t interval = 0;        // at its multiples; 0: at none
+  int32_t ends[2] = {-1, -1};  // and at these two
+
+  [[nodiscard]] bool keeps(int32_t num_tokens) const {
+    return (interval > 0 && num_tokens % interval == 0) || num_tokens == ends[0] ||
+           num_tokens == ends[1];
+  }
+  // The most blocks that are kept among those of `num_tokens` tokens in a row.
+  [[nodiscard]] int32_t most_kept(int32_t num_tokens) const {
+    return 2 + (interval > 0 ? num_tokens / interval + 1 : 0);
+  }
+};
+
+// What the last rows of a pass leave to later passes, for SequenceBlocks::reserve.
+struct PassEnd {
+  // Later passes have no row below this position; 0: where they begin is not known, so that every
+  // block is needed.
+  int32_t next_position = 0;
+  int32_t draft_lag = 0;  // as in release_below
+  KeptStates kept;
+};
 
 class SequenceBlocks {
  public:
@@ -68,8 +93,9 @@ class SequenceBlocks {
   // all groups or in none. On success appends the new entries to `writes` and returns true;
   // otherwise nothing changes. Blocks of a sliding group below its released watermark stay
   // released.
+  // `end` says which blocks of groups that hand on are needed after the pass; the others are null.
   [[nodiscard]] bool reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slot,
-                             std::vector<TableWrite>& writes);
+                             std::vector<TableWrite>& writes, const PassEnd& end = {});
 
   // Releases the blocks (to quarantine) that a sliding group no longer needs because its queries
   // start at `first_query_position`: those wholly below first_query_position - window + 1. A
@@ -83,7 +109,7 @@ class SequenceBlocks {
   // blocks of all groups go first, so that a prefix stays cached longer than what follows it.
   void release_all(SlabPool& pool, int64_t newest_launched);
 
-  // Block ids by logical index; kNullBlock where released. [groups][blocks]
+  // Block ids by logical index; kNullBlock where released, or never needed. [groups][blocks]
   [[nodiscard]] std::span<const BlockId> table(GroupId group) const;
   [[nodiscard]] int64_t num_held() const;
 
@@ -94,19 +120,29 @@ class SequenceBlocks {
     int32_t num_released = 0;
   };
 
-  [[nodiscard]] int64_t num_missing(const Group& group, int64_t num_blocks) const;
 
   std::vector<Group> groups_;
   std::vector<int64_t> missing_;  // scratch of reserve: [groups]
 };
 
+// What iterations in flight add to the blocks of a sequence.
+struct PeakSlack {
+  // In sliding groups at most this many tokens beyond the window are unavailable at once: from the
+  // oldest position whose block is not yet reusable to the end of the reservation. With r rows per
+  // iteration and results n iterations late, reserving the rows in flight, this is r * (2n + 1):
+  // (n + 1) iterations reserved past the known length, and n more behind it in quarantine.
+  int32_t window = 0;
+  // In groups that hand on: the same, with the rows of a verify window as r; 2n + 1, the chunks of
+  // a prompt each of which leaves blocks for the next; and what they keep.
+  int32_t verify_window = 0;
+  int32_t num_chunks = 0;
+  KeptStates kept;
+  int32_t draft_lag = 0;  // that of release_below
+};
+
 // Upper bound of the blocks of each group that a sequence of num_tokens holds or has in quarantine
-// at once. In sliding groups at most `window_slack` tokens beyond the window are unavailable at
-// once: from the oldest position whose block is not yet reusable to the end of the reservation.
-// With r rows per iteration and results n iterations late, reserving the rows in flight, this is r
-// * (2n + 1): (n + 1) iterations reserved past the known length, and n more behind it in
-// quarantine. `draft_lag` is that of release_below.
+// at once.
 [[nodiscard]] std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens,
-                                               int32_t window_slack, int32_t draft_lag = 0);
+                                               const PeakSlack& slack);
 
 }  // namespace paceline

@@ -62,6 +62,9 @@ struct Sequence {
   // The drafter has followed some tokens without the hidden states of the target, which were no
   // longer kept. Its KV serves this sequence, but not others.
   bool has_holes = false;
+  // Where the sequence parts from earlier ones whose KV is cached, but not the state there; -1: it
+  // does not.
+  int32_t parting = -1;
 
   // Incremented by preemption. Results of launches from an earlier epoch are dropped, since
   // recomputation yields the same tokens again.

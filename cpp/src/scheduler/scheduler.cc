@@ -37,8 +37,13 @@ std::vector<int64_t> most_blocks(const SchedulerOptions& options, const KvLayout
   // Counts held and quarantined tokens together. Every iteration in flight moves the window on by
   // its rows, and the same number is released only when those iterations have completed. The
   // reservation itself runs ahead by two windows of drafts.
-  const int32_t window_slack = 2 * options.max_in_flight * rows + 2 * width;
-  return peak_blocks(layout, num_tokens, window_slack, options.max_missed);
+  const auto slack = [&](int32_t num_rows) { return 2 * options.max_in_flight * num_rows + 2 * width; };
+  return peak_blocks(layout, num_tokens,
+                     {.window = slack(rows),
+                      .verify_window = slack(width),
+                      .num_chunks = 2 * options.max_in_flight + 1,
+                      .kept = {.interval = options.state_interval},
+                      .draft_lag = options.max_missed});
 }
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
@@ -84,6 +89,7 @@ void Scheduler::add(Sequence& sequence) {
   sequence.num_followed = 1;
   sequence.misses_prompt = false;
   sequence.has_holes = false;
+  sequence.parting = -1;
   sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
   // A preempted sequence returns to its position in the queue.
   const auto position =
@@ -175,6 +181,23 @@ int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequ
   return 0;
 }
 
+KeptStates Scheduler::kept_states(const Sequence& sequence) const {
+  if (!cache_.has_value() || sequence.is_score) return {};
+  // The same prompt once more computes its last token at least.
+  const int32_t block_size = pool_.layout().block_size;
+  const int32_t prompt_end = (sequence.prompt_len - 1) / block_size * block_size;
+  return {.interval = options_.state_interval, .ends = {prompt_end, sequence.parting}};
+}
+
+PassEnd Scheduler::pass_end(const Sequence& sequence, const PlannedSequence& rows) const {
+  // How many rows of a verify window stay is not known yet.
+  if (rows.kind == RowKind::kDecode) return {};
+  // The other samples of a prompt begin with its last token.
+  return {.next_position = rows.start + rows.num_rows - 1,
+          .draft_lag = options_.max_missed,
+          .kept = kept_states(sequence)};
+}
+
 void Scheduler::release(Sequence& sequence) {
   sequence.blocks.release_all(pool_, newest_planned_);
   if (sequence.seq_slot >= 0) free_seq_slots_.push_back(sequence.seq_slot);
@@ -194,7 +217,8 @@ void Scheduler::preempt(Sequence& sequence) {
 Scheduler::Reservation Scheduler::reserve_blocks(Sequence& sequence, const PlannedSequence& rows,
                                                  IterationPlan& plan) {
   const int32_t num_tokens = tokens_to_reserve(sequence, rows);
-  while (!sequence.blocks.reserve(pool_, num_tokens, sequence.seq_slot, plan.table_writes)) {
+  while (!sequence.blocks.reserve(pool_, num_tokens, sequence.seq_slot, plan.table_writes,
+                                  pass_end(sequence, rows))) {
     Sequence* youngest = running_.back();
     // Blocks in quarantine will suffice: wait for the iterations that still use them.
     if (pool_.num_quarantined() > 0) return Reservation::kStalled;
@@ -230,6 +254,8 @@ bool Scheduler::admit_next(Sequence& sequence, const Sequence* parent, Budget& b
   PrefixCache::Match match;
   const int32_t num_adoptable = parent == nullptr ? this->num_adoptable(sequence) : 0;
   if (num_adoptable > 0) match = find_prefix(sequence, num_adoptable);
+  // Further prompts that begin as this one and an earlier one do will find a state there.
+  sequence.parting = match.num_known > match.num_tokens ? match.num_known : -1;
   if (match.num_tokens > budget.adopted) return false;
   // Cached blocks may lie in more slabs than new ones would take. If there is no room beside them,
   // there may be without them.
@@ -286,7 +312,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
   sequence.blocks.append_writes(sequence.seq_slot, plan.table_writes);
   if (parent != nullptr) sequence.blocks.fork(pool_, parent->blocks, rows.start);
   if (!sequence.blocks.reserve(pool_, tokens_to_reserve(sequence, rows), sequence.seq_slot,
-                               plan.table_writes)) {
+                               plan.table_writes, pass_end(sequence, rows))) {
     std::erase_if(plan.table_writes,
                   [&](const TableWrite& write) { return write.seq_slot == sequence.seq_slot; });
     if (parent != nullptr) {
@@ -448,11 +474,13 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
   if (cache_.has_value() && is_complete) {
     if (launch.is_cacheable || !options_.may_miss_prompts) {
       cache_->extend(sequence.drafted_to, sequence.tokens, sequence.cache_salt,
-                     sequence.num_computed, sequence.blocks);
+                     sequence.num_computed, sequence.blocks, PrefixCache::Parts::kAll,
+                     kept_states(sequence));
       sequence.cached_to = sequence.drafted_to;
     } else {
       cache_->extend(sequence.cached_to, sequence.tokens, sequence.cache_salt,
-                     sequence.num_computed, sequence.blocks, PrefixCache::Parts::kTarget);
+                     sequence.num_computed, sequence.blocks, PrefixCache::Parts::kTarget,
+                     kept_states(sequence));
     }
   }
   if (!is_running) return;
@@ -481,6 +509,13 @@ void Scheduler::finish(Sequence& sequence) {
     remove_waiting(static_cast<size_t>(found - waiting_.begin()));
   } else {
     std::erase(running_, &sequence);
+    // The next turn of a conversation begins with the tokens of this one.
+    if (cache_.has_value() && !sequence.is_score) {
+      cache_->keep_end(sequence.drafted_to, sequence.blocks, PrefixCache::Parts::kAll);
+      if (options_.may_miss_prompts) {
+        cache_->keep_end(sequence.cached_to, sequence.blocks, PrefixCache::Parts::kTarget);
+      }
+    }
   }
   release(sequence);
   sequence.phase = Sequence::Phase::kFinished;

@@ -57,6 +57,9 @@ struct SchedulerOptions {
   int32_t max_exact_missed = INT32_MAX;
   int32_t max_in_flight = 0;  // maximum iterations launched but not read, including the next
   bool enable_prefix_caching = false;
+  // The prefix cache keeps states of recurrent layers at multiples of this many tokens; 0: only at
+  // the ends of prompts and outputs, and where prompts part.
+  int32_t state_interval = 0;
   // 1 if the drafter's KV at a position depends on the next token, too; else 0.
   int32_t kv_lookahead = 0;
   // Whether the drafter's KV of a token comes from the target's hidden state, which the newest
@@ -155,6 +158,10 @@ class Scheduler {
   [[nodiscard]] PlannedSequence next_rows(const Sequence& sequence, const Budget& budget) const;
   [[nodiscard]] int32_t tokens_to_reserve(const Sequence& sequence,
                                           const PlannedSequence& rows) const;
+  // Where the prefix cache keeps states of the sequence while it runs.
+  [[nodiscard]] KeptStates kept_states(const Sequence& sequence) const;
+  // The blocks that planned rows leave to later passes.
+  [[nodiscard]] PassEnd pass_end(const Sequence& sequence, const PlannedSequence& rows) const;
   [[nodiscard]] Reservation reserve_blocks(Sequence& sequence, const PlannedSequence& rows,
                                            IterationPlan& plan);
   // Tokens that the sequence may take over from the prefix cache.

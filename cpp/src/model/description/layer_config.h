@@ -28,10 +28,12 @@
 #include "model/layers/latent/config.h"
 #include "model/layers/moe/config.h"
 #include "model/layers/multi_head/config.h"
+#include "model/layers/recurrent/config.h"
 
 namespace paceline {
 
-using AttentionConfig = std::variant<MultiHeadAttention, LatentAttention, CompressedAttention>;
+using AttentionConfig =
+    std::variant<MultiHeadAttention, LatentAttention, CompressedAttention, RecurrentAttention>;
 using MlpConfig = std::variant<DenseMlp, MoeMlp>;
 
 struct LayerConfig {

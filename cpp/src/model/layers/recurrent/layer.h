@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The scratch and the forward pass of a recurrent layer.
+
+#include <cstdint>
+
+#include "model/forward/layer_pass.h"
+#include "model/layers/recurrent/config.h"
+#include "model/layers/recurrent/weights.h"
+
+namespace paceline {
+
+// Scratch buffers; null in models that need none.
+struct RecurrentScratch {
+  void* ba;  // [rows, 2 * num_value_heads] dtype of the activations, where b and a are not joined
+};
+struct RecurrentWidths {
+  using Scratch = RecurrentScratch;
+  int64_t ba = 0;
+
+  void merge(const RecurrentAttention& attention, const ScratchSizes& sizes);
+  [[nodiscard]] RecurrentScratch allocate(DeviceArena& arena, int64_t rows, DType dtype) const;
+};
+template <>
+struct KindWidths<RecurrentAttention> {
+  using Type = RecurrentWidths;
+};
+
+template <class Ctx>
+void run_attention(Ctx& ctx, const RecurrentAttention& attention,
+                   const WeightsOf<RecurrentAttention>& weights, const AttentionPass& pass);
+
+}  // namespace paceline
