@@ -133,6 +133,16 @@ __device__ __forceinline__ void store_to_cluster(int32_t* to, int32_t rank, int3
                : "memory");
 }
 
+__device__ __forceinline__ void store_to_cluster(float* to, int32_t rank, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(to, rank)), "f"(value)
+               : "memory");
+}
+__device__ __forceinline__ void store_to_cluster(float4* to, int32_t rank, const float4& value) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address(to, rank)),
+               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
 // The address of the shared variable `of` in block `rank` of the cluster.
 template <class T>
 __device__ __forceinline__ const T* in_cluster(const T* of, int32_t rank) {

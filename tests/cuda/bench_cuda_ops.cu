@@ -428,6 +428,7 @@ int run(int argc, char** argv) {
     bench_attention(bench);
     bench_prefill(bench);
     bench_latent_attention(bench);
+    bench_recurrent(bench);
     bench_small_ops(bench);
   }
   if (json != nullptr) write_json(bench, json);

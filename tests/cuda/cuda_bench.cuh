@@ -131,7 +131,8 @@ class Bench {
   std::vector<Record> records_;
 };
 
-// bench_products.cu
+// bench_products.cu and bench_recurrent.cu
 void bench_products(Bench& bench);
+void bench_recurrent(Bench& bench);
 
 }  // namespace paceline::testing

@@ -13,6 +13,7 @@
 #include "support/op_cases_latent.h"
 #include "support/op_cases_markov.h"
 #include "support/op_cases_moe.h"
+#include "support/op_cases_recurrent.h"
 #include "support/op_cases_streams.h"
 #include "support/op_weights.h"
 
@@ -381,7 +382,7 @@ const std::vector<OpCase>& op_cases() {
       }
     }
     for (auto* const of_sequences :
-         {attention_op_cases, state_op_cases, fork_op_cases, moe_op_cases}) {
+         {attention_op_cases, state_op_cases, fork_op_cases, moe_op_cases, recurrent_op_cases}) {
       for (OpCase& c : of_sequences()) all.push_back(std::move(c));
     }
     return all;

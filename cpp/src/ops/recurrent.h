@@ -30,6 +30,7 @@
 
 #include <paceline/dtype.h>
 
+#include "base/host_device.h"
 #include "metadata/group_metadata.h"
 #include "ops/ops.h"
 
@@ -46,14 +47,18 @@ struct RecurrentShape {
   int32_t value_dim = 0;        // of a head, at most kMaxRecurrentHeadDim
   int32_t num_taps = 0;         // 2 to kMaxConvTaps
 
-  [[nodiscard]] constexpr int32_t keys_width() const { return num_key_heads * key_dim; }
-  [[nodiscard]] constexpr int32_t values_width() const { return num_value_heads * value_dim; }
+  [[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t keys_width() const {
+    return num_key_heads * key_dim;
+  }
+  [[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t values_width() const {
+    return num_value_heads * value_dim;
+  }
   // Channels of the convolution: q, k, v.
-  [[nodiscard]] constexpr int32_t num_channels() const {
+  [[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t num_channels() const {
     return 2 * keys_width() + values_width();
   }
   // Elements of a record: u, then b and a of all value heads.
-  [[nodiscard]] constexpr int32_t record_width() const {
+  [[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t record_width() const {
     return num_channels() + 2 * num_value_heads;
   }
   // Elements of a state.

@@ -14,6 +14,7 @@ set(emulated_kernels
   moe/combine.cu
   moe/routing.cu
   norm/rms_norm.cu
+  recurrent/gated_delta.cu
   rope/qk_norm_rope_append.cu
   sample/accept.cu
   sample/adjust.cu

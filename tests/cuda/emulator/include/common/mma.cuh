@@ -123,8 +123,9 @@ inline void cluster_barrier(const emulator::Place& place = emulator::Place::curr
   cluster_wait(place);
 }
 
-inline void store_to_cluster(int32_t* to, int32_t rank, int32_t value) {
-  *static_cast<int32_t*>(emulator::shared_of_block(to, rank)) = value;
+template <class T>
+inline void store_to_cluster(T* to, int32_t rank, const T& value) {
+  *static_cast<T*>(emulator::shared_of_block(to, rank)) = value;
 }
 template <class T>
 inline const T* in_cluster(const T* of, int32_t rank) {

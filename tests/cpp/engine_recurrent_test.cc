@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole engine on tiny hybrids of recurrent layers and attention.
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <paceline/executor.h>
+
+#include "cpp/engine_options.h"
+#include "cpp/equality_checks.h"
+#include "support/compressed_checks.h"
+#include "support/jobs.h"
+#include "support/recurrent_models.h"
+#include "support/seed.h"
+
+namespace paceline {
+namespace {
+
+using testing::recurrent_model;
+using testing::RecurrentModel;
+
+ExecutorOptions options_of(int32_t k) {
+  ExecutorOptions options = testing::small_engine_options(k);
+  options.kv_cache_bytes = 24 << 20;
+  return options;
+}
+
+TEST(EngineRecurrent, SelfDraftAcceptsEverything) {
+  testing::expect_self_draft_accepts_everything(recurrent_model({}, 7), {1, 3, 16}, 60, 60,
+                                                options_of);
+}
+
+// Drafters of both kinds, also one that is recurrent throughout.
+TEST(EngineRecurrent, DraftsChangeNothing) {
+  const auto target = recurrent_model({}, 3);
+  testing::expect_drafts_change_nothing(
+      target, {recurrent_model({.layers = "r"}, 4), recurrent_model({.layers = "f"}, 5), target},
+      {1, 3, 8, 16}, 60, 60, options_of);
+}
+
+// Every option that must not change the output, with pools that are too small for all sequences.
+TEST(EngineRecurrent, SpeculativeEqualsPlain) {
+  const uint64_t first_seed = testing::seed_from_env(1);
+  testing::Tally tally;
+  for (uint64_t seed = first_seed; seed < first_seed + 16; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const testing::Pick pick{random};
+    const RecurrentModel shape{.layers = pick(std::string("rrf"), std::string("fr"), std::string("r")), .conv_size = pick(2, 4)};
+    const auto target = recurrent_model(shape, seed);
+    const auto drafter = seed % 3 == 0   ? target
+                         : seed % 3 == 1 ? recurrent_model(shape, seed + 1)
+                                         : recurrent_model({.layers = "f"}, seed + 2);
+    const double temperature = pick(0.0, 0.7, 1.0);
+    std::vector<testing::Job> jobs =
+        testing::random_jobs(random, pick(1, 16, 40), 64, temperature, 140, 60);
+    if (random() % 2 == 0) testing::mix_sampling(jobs, random, 64);
+    testing::expect_equals_plain({.target = target,
+                                  .drafter = drafter,
+                                  .jobs = jobs,
+                                  .temperature = temperature,
+                                  .small_pool_bytes = 1408 << 10},
+                                 random, seed, tally);
+  }
+  tally.expect_all(10);
+}
+
+// The samples of a request share its states and copy its open records. Prompts end everywhere in a
+// block.
+TEST(EngineRecurrent, SamplesAreThoseOfSeparateRequests) {
+  const auto target = recurrent_model({}, 3);
+  const auto drafter = recurrent_model({.layers = "rf"}, 4);
+  for (const int32_t block_size : {3, 16}) {
+    for (int32_t length = 60; length < 77; ++length) {
+      std::mt19937_64 random(static_cast<uint64_t>(length));
+      Request request;
+      for (int32_t i = 0; i < length; ++i) request.prompt.push_back(random() % 64);
+      request.sampling = {.temperature = 1.0, .seed = 5, .max_tokens = 30};
+      ExecutorOptions options = options_of(3);
+      options.block_size = block_size;
+      options.poison_freed_blocks = true;
+      options.enable_prefix_caching = false;
+      Executor executor(target, drafter, options);
+      std::vector<testing::Job> jobs;
+      for (uint64_t sample = 0; sample < 3; ++sample) {
+        testing::Job& job = jobs.emplace_back(testing::Job{request.prompt, request.sampling});
+        job.sampling.seed += sample;
+      }
+      const std::vector<testing::Outcome> expected = testing::run(executor, jobs);
+      const int64_t shared_before = executor.stats().num_shared_tokens;
+      request.num_samples = 3;
+      ASSERT_TRUE(executor.add_request(request).has_value());
+      std::vector<std::vector<int32_t>> tokens(3);
+      for (int32_t left = 3; left > 0;) {
+        for (const RequestEvent& event : executor.poll(1)) {
+          std::vector<int32_t>& of_sample = tokens[static_cast<size_t>(event.sample)];
+          of_sample.insert(of_sample.end(), event.token_ids.begin(), event.token_ids.end());
+          if (event.finish_reason != FinishReason::kNone) --left;
+        }
+      }
+      for (size_t sample = 0; sample < 3; ++sample) {
+        ASSERT_EQ(tokens[sample], expected[sample].tokens) << "length " << length;
+      }
+      EXPECT_EQ(executor.stats().num_shared_tokens - shared_before, 2 * (length - 1));
+      EXPECT_EQ(executor.check_integrity(), "");
+    }
+  }
+}
+
+// Requests that begin as earlier ones do, in a pool that holds few states, beside others that are
+// cancelled: what a hit yields is what a miss does.
+TEST(EngineRecurrent, HitsAndMissesHaveTheSameOutput) {
+  const uint64_t seed = testing::seed_from_env(1);
+  SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  const auto target = recurrent_model({.layers = "rrf"}, 3);
+  ExecutorOptions options = options_of(0);
+  options.enable_prefix_caching = false;
+  Executor never(target, nullptr, options);
+  options = options_of(3);
+  options.block_size = 8;
+  options.state_interval = 24;
+  options.kv_cache_bytes = 1344 << 10;
+  options.prefill_chunk_size = 50;
+  options.device_lateness = 1;
+  options.poison_freed_blocks = true;
+  Executor cached(target, recurrent_model({.layers = "rf"}, 4), options);
+  std::vector<std::vector<int32_t>> earlier;
+  const int32_t num_rounds = testing::test_level() >= 3 ? 250 : 12;
+  for (int32_t round = 0; round < num_rounds; ++round) {
+    std::vector<testing::Job> jobs = testing::random_jobs(random, 40, 64, round % 2 * 0.8, 30, 80);
+    for (testing::Job& job : jobs) {
+      if (earlier.empty() || random() % 5 == 0) continue;
+      const std::vector<int32_t>& begin = earlier[random() % earlier.size()];
+      const auto length = static_cast<std::ptrdiff_t>(random() % (begin.size() + 1));
+      job.prompt.insert(job.prompt.begin(), begin.begin(), begin.begin() + length);
+      if (job.prompt.size() > 100) job.prompt.resize(100);
+    }
+    const std::vector<testing::Outcome> expected = testing::run(never, jobs);
+    const std::vector<testing::Outcome> actual =
+        testing::run(cached, jobs, testing::random_jobs(random, 6, 64, 0), random());
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "round " << round << ", job " << i;
+      if (random() % 4 != 0) continue;
+      earlier.push_back(jobs[i].prompt);
+      earlier.back().insert(earlier.back().end(), expected[i].tokens.begin(),
+                            expected[i].tokens.end());
+    }
+    if (earlier.size() > 60) earlier.erase(earlier.begin(), earlier.begin() + 20);
+  }
+  EXPECT_EQ(cached.check_integrity(), "");
+  const ExecutorStats stats = cached.stats();
+  EXPECT_GT(stats.num_preemptions, num_rounds);
+  for (const ExecutorStats::KvGroup& group : stats.kv_groups) {
+    EXPECT_GT(group.hit_blocks, 10);
+    EXPECT_GT(group.evicted_blocks, 10);
+  }
+}
+
+// A conversation computes the tokens of each turn once, and at most two blocks of earlier ones.
+TEST(EngineRecurrent, AConversationComputesItsNewTokens) {
+  const auto target = recurrent_model({}, 3);
+  ExecutorOptions options = options_of(3);
+  options.max_model_len = 1600;
+  options.max_num_batched_tokens = 512;
+  options.state_interval = 128;
+  Executor executor(target, recurrent_model({.layers = "rf"}, 4), options);
+  std::mt19937_64 random(7);
+  testing::Job job;
+  job.sampling.max_tokens = 23;
+  for (int32_t turn = 0; turn < 20; ++turn) {
+    const auto history = static_cast<int32_t>(job.prompt.size());
+    for (int32_t i = 0; i < 37; ++i) job.prompt.push_back(static_cast<int32_t>(random() % 64));
+    const int64_t before = executor.stats().num_shared_tokens;
+    const testing::Outcome outcome = testing::run(executor, {job}).front();
+    const int64_t cached = executor.stats().num_shared_tokens - before;
+    // The last window of an answer is not cached, nor is a block that it ends in.
+    EXPECT_GE(cached, history - 2 * options.block_size - 4) << "turn " << turn;
+    job.prompt.insert(job.prompt.end(), outcome.tokens.begin(), outcome.tokens.end());
+  }
+  EXPECT_EQ(executor.check_integrity(), "");
+}
+
+// A state is kept where a second prompt parts from the first, so that the third one finds it.
+TEST(EngineRecurrent, PromptsThatPartLeaveAState) {
+  Executor executor(recurrent_model({}, 3), nullptr, options_of(0));
+  std::vector<int64_t> cached;
+  for (int32_t i = 0; i < 3; ++i) {
+    testing::Job job;
+    for (int32_t t = 0; t < 120; ++t) job.prompt.push_back((t < 83 ? 5 : 7 + i) * t % 64);
+    job.sampling.max_tokens = 2;
+    const int64_t before = executor.stats().num_shared_tokens;
+    testing::run(executor, {job});
+    cached.push_back(executor.stats().num_shared_tokens - before);
+  }
+  EXPECT_EQ(cached, (std::vector<int64_t>{0, 0, 80}));
+}
+
+TEST(EngineRecurrent, AThousandIterationsOfFiveDrafts) {
+  const auto target = recurrent_model({}, 3);
+  testing::expect_a_thousand_iterations(target, recurrent_model({.layers = "rf"}, 4), 5, 18,
+                                        [](int32_t k) {
+                                          ExecutorOptions options = options_of(k);
+                                          options.device_lateness = 1;
+                                          return options;
+                                        });
+}
+
+}  // namespace
+}  // namespace paceline
