@@ -158,6 +158,8 @@ auto gated_activation_kernel_of(Activation activation) {
       return gated_activation_kernel<T, kIsVector, Activation::kSwigluOai, kIsInterleaved>;
     case Activation::kClampedSilu:
       return gated_activation_kernel<T, kIsVector, Activation::kClampedSilu, kIsInterleaved>;
+    case Activation::kSigmoid:
+      return gated_activation_kernel<T, kIsVector, Activation::kSigmoid, kIsInterleaved>;
   }
   throw InternalError("unknown activation");
 }

@@ -20,6 +20,8 @@ __device__ __forceinline__ float gate_up(float gate, float up, float alpha, floa
     // (1 + tanh(z)) / 2 = sigmoid(2 z), and nothing cancels for large negative z.
     const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return times_sigmoid(gate, 2.0f * inner) * up;
+  } else if constexpr (kActivation == Activation::kSigmoid) {
+    return times_sigmoid(up, gate);
   } else {
     static_assert(kActivation == Activation::kSwigluOai || kActivation == Activation::kClampedSilu);
     // Comparisons keep a NaN, which fminf would replace.
@@ -40,6 +42,8 @@ __device__ __forceinline__ float gate_up(Activation activation, float gate, floa
       return gate_up<Activation::kGeluTanh>(gate, up, alpha, limit);
     case Activation::kClampedSilu:
       return gate_up<Activation::kClampedSilu>(gate, up, alpha, limit);
+    case Activation::kSigmoid:
+      return gate_up<Activation::kSigmoid>(gate, up, alpha, limit);
     case Activation::kSwigluOai:
       break;
   }

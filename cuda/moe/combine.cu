@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/check.h"
+#include "base/sigmoid.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
@@ -36,6 +37,7 @@ __device__ __forceinline__ bool sum_places(const CombineExpertsParams& p, int32_
   } else if (p.base != nullptr) {
     base = static_cast<const T*>(p.base) + int64_t{row} * p.hidden + first;
   }
+  const float base_scale = p.base_gate == nullptr ? 1.0f : sigmoid_same_bits(p.base_gate[row]);
   for (int32_t place = 0; place < p.top_k; place += kPlacesAhead) {
     int64_t at[kPlacesAhead];
     float weight[kPlacesAhead];
@@ -46,7 +48,11 @@ __device__ __forceinline__ bool sum_places(const CombineExpertsParams& p, int32_
       weight[i] = weights[from];
     }
     if (row >= num_rows) return false;
-    if (place == 0 && base != nullptr) load_first<kIsVector>(base, count, sum);
+    if (place == 0 && base != nullptr) {
+      load_first<kIsVector>(base, count, sum);
+#pragma unroll
+      for (float& value : sum) value *= base_scale;
+    }
     float of_place[kPlacesAhead][kPerVector];
 #pragma unroll
     for (int i = 0; i < kPlacesAhead; ++i) {

@@ -31,6 +31,11 @@ struct HalfHead {
   int32_t half;
   int32_t lane;
 
+  // Where value i is in the half.
+  __device__ __forceinline__ int32_t at(int i) const {
+    return kIsExact ? lane * kPairs + i : lane + 32 * i;
+  }
+
   template <class T>
   __device__ __forceinline__ void load(const T* from, float (&to)[kPairs]) const {
     if constexpr (kIsExact) {
@@ -38,7 +43,7 @@ struct HalfHead {
     } else {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const int32_t d = lane + 32 * i;
+        const int32_t d = at(i);
         to[i] = d < half ? widen(from[d]) : 0.0f;
       }
     }
@@ -51,16 +56,47 @@ struct HalfHead {
     } else {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const int32_t d = lane + 32 * i;
+        const int32_t d = at(i);
         if (d < half) narrow(from[i], to + d);
       }
     }
   }
 };
 
-template <class T, class Kv, int kPairs, bool kIsExact>
+// Rotates the first rope_head_dim elements of a head, of which element d and element d +
+// rope_head_dim / 2 are a pair. Pairs lie in several lanes and meet in `head`, shared memory of the
+// warp.
+template <int kPairs, bool kIsExact>
+__device__ __forceinline__ void rotate_first(const QkNormRopeAppendParams& p, int32_t position,
+                                             const HalfHead<kPairs, kIsExact>& lanes, float* head,
+                                             float (&low)[kPairs], float (&high)[kPairs]) {
+  const int32_t num_pairs = p.rope_head_dim / 2;
+  const float* const cos = p.rope_cos + int64_t{position} * num_pairs;
+  const float* const sin = p.rope_sin + int64_t{position} * num_pairs;
+  lanes.store(low, head);
+  lanes.store(high, head + lanes.half);
+  __syncwarp();
+  const auto rotate = [&](int32_t d, float& value) {
+    if (d >= 2 * num_pairs) return;
+    const int32_t pair = d < num_pairs ? d : d - num_pairs;
+    const float a = head[pair];
+    const float b = head[pair + num_pairs];
+    const float c = cos[pair];
+    const float s = sin[pair];
+    value = d < num_pairs ? a * c - b * s : b * c + a * s;
+  };
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    if (lanes.at(i) >= lanes.half) break;
+    rotate(lanes.at(i), low[i]);
+    rotate(lanes.at(i) + lanes.half, high[i]);
+  }
+}
+
+template <class T, class Kv, int kPairs, bool kIsExact, bool kIsPartial>
 __global__ void __launch_bounds__(kWarps * 32)
     qk_norm_rope_append_kernel(const __grid_constant__ QkNormRopeAppendParams p) {
+  __shared__ __align__(16) float heads[kIsPartial ? kWarps : 1][kIsPartial ? 64 * kPairs : 1];
   let_successor_start();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
   const int32_t head = static_cast<int32_t>(blockIdx.y * kWarps + threadIdx.x / 32);
@@ -97,7 +133,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 
   float cos[kPairs];
   float sin[kPairs];
-  if (!is_v) {
+  if (!kIsPartial && !is_v) {
     lanes.load(p.rope_cos + int64_t{position} * half, cos);
     lanes.load(p.rope_sin + int64_t{position} * half, sin);
   }
@@ -115,7 +151,9 @@ __global__ void __launch_bounds__(kWarps * 32)
       high[i] *= is_v ? factor : factor * (high_weight[i] + p.norm_weight_offset);
     }
   }
-  if (!is_v) {
+  if constexpr (kIsPartial) {
+    if (!is_v) rotate_first(p, position, lanes, heads[threadIdx.x / 32], low, high);
+  } else if (!is_v) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float a = low[i];
@@ -150,24 +188,24 @@ bool is_aligned(const QkNormRopeAppendParams& p) {
          p.kv.k_offset % kVectorBytes == 0 && p.kv.v_offset % kVectorBytes == 0;
 }
 
-template <class T, class Kv>
+template <class T, class Kv, bool kIsPartial>
 auto kernel_of(const QkNormRopeAppendParams& p) {
   if (is_aligned(p)) {
     switch (p.head_dim) {
       case 64:
-        return qk_norm_rope_append_kernel<T, Kv, 1, true>;
+        return qk_norm_rope_append_kernel<T, Kv, 1, true, kIsPartial>;
       case 128:
-        return qk_norm_rope_append_kernel<T, Kv, 2, true>;
+        return qk_norm_rope_append_kernel<T, Kv, 2, true, kIsPartial>;
       case 256:
-        return qk_norm_rope_append_kernel<T, Kv, 4, true>;
+        return qk_norm_rope_append_kernel<T, Kv, 4, true, kIsPartial>;
       case 512:
-        return qk_norm_rope_append_kernel<T, Kv, 8, true>;
+        return qk_norm_rope_append_kernel<T, Kv, 8, true, kIsPartial>;
       default:
         break;
     }
   }
-  return p.head_dim <= 256 ? qk_norm_rope_append_kernel<T, Kv, 4, false>
-                           : qk_norm_rope_append_kernel<T, Kv, kMaxHeadDim / 64, false>;
+  return p.head_dim <= 256 ? qk_norm_rope_append_kernel<T, Kv, 4, false, kIsPartial>
+                           : qk_norm_rope_append_kernel<T, Kv, kMaxHeadDim / 64, false, kIsPartial>;
 }
 
 }  // namespace
@@ -176,14 +214,19 @@ auto kernel_of(const QkNormRopeAppendParams& p) {
 void qk_norm_rope_append(CudaContext& ctx, const QkNormRopeAppendParams& p) {
   PACELINE_CHECK(p.head_dim > 0 && p.head_dim % 2 == 0 && p.head_dim <= cuda::kMaxHeadDim,
                  "head_dim ", p.head_dim, " is odd or above ", cuda::kMaxHeadDim);
+  PACELINE_CHECK(p.rope_head_dim % 2 == 0 && p.rope_head_dim <= p.head_dim, "rope_head_dim ",
+                 p.rope_head_dim, " is odd or above head_dim ", p.head_dim);
   const int32_t num_heads = cuda::written_heads(p);
   const dim3 grid(static_cast<unsigned>(p.max_rows),
                   static_cast<unsigned>((num_heads + cuda::kWarps - 1) / cuda::kWarps));
   cuda::with_element_type(p.qkv_dtype, "qkv", [&](auto element) {
     cuda::with_element_type(p.kv.dtype, "KV cache", [&](auto kv_element) {
+      using T = decltype(element);
+      using Kv = decltype(kv_element);
+      const bool is_partial = p.rope_head_dim > 0 && p.rope_head_dim < p.head_dim;
       cuda::launch(ctx, "qk_norm_rope_append",
-                   cuda::kernel_of<decltype(element), decltype(kv_element)>(p), grid,
-                   dim3(cuda::kWarps * 32), 0, p);
+                   is_partial ? cuda::kernel_of<T, Kv, true>(p) : cuda::kernel_of<T, Kv, false>(p),
+                   grid, dim3(cuda::kWarps * 32), 0, p);
     });
   });
 }

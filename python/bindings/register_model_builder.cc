@@ -2,6 +2,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <mutex>
 #include <span>
 #include <string>
@@ -106,6 +108,31 @@ void put_tensor(PyModelBuilder& self, const std::string& name, const PySafetenso
   });
 }
 
+// The same for some rows of the tensor.
+void put_rows(PyModelBuilder& self, const std::string& name, const PySafetensorsFile& file,
+              const std::string& tensor, int64_t groups, int64_t first, int64_t count) {
+  const StoredTensor stored = file.tensor(tensor);
+  const DType dtype = stored_dtype(file, tensor, stored.dtype);
+  check_rows(file.path + ": tensor " + quoted(tensor), stored.shape,
+             {.groups = groups, .first = first, .count = count});
+  const int64_t row_bytes = stored.bytes / stored.shape[0];
+  const int64_t part_bytes = stored.bytes / groups;
+  const int64_t read_bytes = count * row_bytes;  // of each part
+  const std::array<int64_t, 2> shape = {groups * count, row_bytes / dtype_bytes(dtype)};
+  self.call([&](ModelBuilder& builder) {
+    builder.put(name, dtype, shape, [&](int64_t at, std::span<std::byte> to) {
+      while (!to.empty()) {
+        const int64_t within = at % read_bytes;
+        const auto length = std::min(to.size(), static_cast<size_t>(read_bytes - within));
+        file.file.read(stored, at / read_bytes * part_bytes + first * row_bytes + within,
+                       to.first(length));
+        at += static_cast<int64_t>(length);
+        to = to.subspan(length);
+      }
+    });
+  });
+}
+
 void put_dlpack(PyModelBuilder& self, const std::string& name, const PyTensor& tensor) {
   const NamedTensor named = tensor.named(name);
   self.call([&](ModelBuilder& builder) {
@@ -163,6 +190,21 @@ Args:
 
 Raises:
     ValueError: An unknown name, a second put, or a wrong shape or dtype (seen and expected).
+)doc")
+      .def("put_rows", &put_rows, py::arg("name"), py::arg("file"), py::arg("tensor"),
+           py::arg("groups"), py::arg("first"), py::arg("count"),
+           R"doc(Copies rows of one tensor out of a file, converting its dtype.
+
+Args:
+    name: The canonical name of a matrix; it has the rows of the first part, then of the next.
+    file: The file.
+    tensor: The tensor's name in the file; all axes but the first are columns.
+    groups: The equal parts of the tensor's first axis.
+    first: The first row of each part.
+    count: How many rows of each part follow it, that one included.
+
+Raises:
+    ValueError: As for put_tensor, or the tensor has no such rows.
 )doc")
       .def("put_dlpack", &put_dlpack, py::arg("name"), py::arg("tensor"),
            R"doc(Copies one tensor of another library, converting its dtype.

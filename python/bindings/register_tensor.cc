@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <string>
 
 #include "array.h"
@@ -42,6 +43,25 @@ Raises:
            "(dtype, shape, nbytes): the dtype as safetensors spells it, for example \"BF16\".")
       .def("read", &read_tensor, py::arg("first"), py::arg("count"),
            "The bytes of `count` elements in row-major order from element `first` on.")
+      .def(
+          "rows",
+          [](const PyTensor& self, int64_t groups, int64_t first, int64_t count) {
+            return std::make_unique<PyTensor>(self, groups, first, count);
+          },
+          py::arg("groups"), py::arg("first"), py::arg("count"), py::keep_alive<0, 1>(),
+          R"doc(Rows of each of several equal parts of the first axis, without a copy.
+
+Args:
+    groups: How many parts there are.
+    first: The first row of each part.
+    count: How many rows of each part follow it, that one included.
+
+Returns:
+    A tensor of shape (groups, count, ...), without axes of size 1 after these.
+
+Raises:
+    ValueError: There are no such rows.
+)doc")
       .def("is_same_memory", &PyTensor::is_same_memory, py::arg("other"),
            "Whether both are the same elements of the same memory.")
       .def_property_readonly(

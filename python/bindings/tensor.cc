@@ -88,6 +88,18 @@ py::object export_capsule(const py::object& object, const py::dict& arguments) {
 
 }  // namespace
 
+void check_rows(const std::string& name, std::span<const int64_t> shape, const RowGroups& rows) {
+  const int64_t each = shape.empty() || rows.groups < 1 ? 0 : shape[0] / rows.groups;
+  if (each > 0 && each * rows.groups == shape[0] && rows.first >= 0 && rows.count > 0 &&
+      rows.count <= each - rows.first) {
+    return;
+  }
+  throw InvalidArgument(name + " has " + std::to_string(shape.empty() ? 0 : shape[0]) +
+                        " rows; rows " + std::to_string(rows.first) + " to " +
+                        std::to_string(rows.first + rows.count) + " of each of " +
+                        std::to_string(rows.groups) + " equal parts were asked for");
+}
+
 PyTensor::PyTensor(const py::object& object, std::string name) : name_(std::move(name)) {
   py::object source = object;
   // torch does not export a parameter that requires gradients. Reading it needs none.
@@ -133,6 +145,25 @@ PyTensor::PyTensor(const py::object& object, std::string name) : name_(std::move
   } catch (const Unsupported& error) {
     throw Unsupported(refusal(std::string(" is on a CUDA device: ") + error.what()));
   }
+}
+
+PyTensor::PyTensor(const PyTensor& whole, int64_t groups, int64_t first, int64_t count)
+    : name_(whole.name_),
+      data_(whole.data_),
+      dtype_(whole.dtype_),
+      element_bytes_(whole.element_bytes_),
+      shape_({groups, count}),
+      is_row_major_(false),
+      device_(whole.device_) {
+  check_rows(name_, whole.shape_, {.groups = groups, .first = first, .count = count});
+  const int64_t stride = whole.strides_[0];
+  strides_ = {stride * (whole.shape_[0] / groups), stride};
+  for (size_t axis = 1; axis < whole.shape_.size(); ++axis) {
+    if (whole.shape_[axis] == 1) continue;
+    shape_.push_back(whole.shape_[axis]);
+    strides_.push_back(whole.strides_[axis]);
+  }
+  if (data_ != nullptr) data_ += first * stride * element_bytes_;
 }
 
 PyTensor::~PyTensor() {

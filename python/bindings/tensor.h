@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,15 @@
 
 namespace paceline::python {
 
+// Rows [first, first + count) of each of `groups` equal parts of a tensor's first axis.
+struct RowGroups {
+  int64_t groups = 1;
+  int64_t first = 0;
+  int64_t count = 0;
+};
+// Throws InvalidArgument for rows that the tensor does not have.
+void check_rows(const std::string& name, std::span<const int64_t> shape, const RowGroups& rows);
+
 // A tensor of another library, taken over through DLPack without a copy. It keeps the memory alive.
 // Whoever destroys it holds the GIL.
 class PyTensor {
@@ -20,6 +30,10 @@ class PyTensor {
   // Asks `object` for its tensor. `name` is for messages, e.g. "state_dict: tensor 'fc.weight'".
   // Throws ModelFileError for what is not exported, and for devices that Paceline does not read.
   PyTensor(const py::object& object, std::string name);
+  // Rows [first, first + count) of each of `groups` equal parts of a tensor's first axis, without
+  // axes of size 1 after it: [groups, count, ...]. It must not outlive the tensor. Throws
+  // InvalidArgument for rows that the tensor does not have.
+  PyTensor(const PyTensor& whole, int64_t groups, int64_t first, int64_t count);
   ~PyTensor();
   PyTensor(const PyTensor&) = delete;
   PyTensor& operator=(const PyTensor&) = delete;

@@ -222,7 +222,7 @@ def _narrowed(opened: OpenedModel, tensor: BoundTensor) -> _core.Tensor:
     if opened.is_narrowed(tensor):
         return _core.Tensor(widened(tensor), tensor.source)
     assert isinstance(tensor.shard, MemoryTensors)
-    return tensor.shard.tensor(tensor.source)
+    return tensor.shard.part(tensor.source, tensor.spec.part)
 
 
 def _renewed(loaded: LoadedModel, opened: OpenedModel) -> LoadedModel:

@@ -198,6 +198,43 @@ TEST(DecoderConfig, RefusesLatentAttentionThatCannotBe) {
               HasSubstr("layers[1].attention.kv_source is 0; allowed: a layer of the same kind"));
 }
 
+TEST(DecoderConfig, ReadsGatesAndPartsThatAreRotated) {
+  const DecoderConfig plain = parse_decoder_config(tiny_config());
+  const auto& without = std::get<MultiHeadAttention>(plain.layers[0].attention);
+  EXPECT_FALSE(without.has_output_gate);
+  EXPECT_EQ(without.rope_head_dim, 4);
+
+  const Edit gate = {"\"has_o_bias\": false",
+                     "\"has_o_bias\": false, \"has_output_gate\": true, \"rope_head_dim\": 2"};
+  const Edit rope = {"\"rope\": 0", "\"rope\": 1"};
+  const DecoderConfig config = parse_decoder_config(tiny_config({gate, rope}));
+  const auto& attention = std::get<MultiHeadAttention>(config.layers[0].attention);
+  EXPECT_TRUE(attention.has_output_gate);
+  EXPECT_EQ(attention.rope_head_dim, 2);
+
+  const auto refusal = [&](const std::string& json) {
+    return message_of<InvalidArgument>([&] { static_cast<void>(parse_decoder_config(json)); });
+  };
+  EXPECT_THAT(refusal(tiny_config({gate})),
+              HasSubstr("layers[0].attention.rope is 0; allowed: a rope with 1 inv_freq, "
+                        "rope_head_dim / 2"));
+  const auto with_size = [&](const char* size) {
+    return tiny_config({{"\"has_o_bias\": false",
+                         std::string("\"has_o_bias\": false, \"rope_head_dim\": ") + size}});
+  };
+  EXPECT_THAT(refusal(with_size("3")), HasSubstr("rope_head_dim is 3; allowed: an even number"));
+  EXPECT_THAT(refusal(with_size("6")), HasSubstr("rope_head_dim is 6; allowed: an integer from"));
+
+  const Edit shared_gate = {"\"per_expert\": true", "\"per_expert\": true, \"shared_gate\": true"};
+  const DecoderConfig mixture = parse_decoder_config(deepseek_config({shared_gate}));
+  EXPECT_TRUE(std::get<MoeMlp>(mixture.layers[0].mlp).has_shared_gate);
+  const Edit shared = {R"(, "shared": {"intermediate": 40, "activation": "gelu_tanh",
+         "has_bias": true})",
+                       ""};
+  EXPECT_THAT(refusal(deepseek_config({shared_gate, shared})),
+              HasSubstr("layers[0].mlp.shared_gate is true; allowed: false without shared"));
+}
+
 TEST(DecoderConfig, ReadsSigmoidRoutersAndSharedExperts) {
   const DecoderConfig config = parse_decoder_config(deepseek_config());
   const auto& mixture = std::get<MoeMlp>(config.layers[0].mlp);

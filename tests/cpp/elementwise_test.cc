@@ -239,6 +239,32 @@ TEST(GatedActivation, MatchesReference) {
   }
 }
 
+TEST(GatedActivation, AnOutputGateMultipliesInPlace) {
+  TRACE_SEED();
+  for (const int32_t width : {1, 16, 33, 4096}) {
+    Random random(48);
+    const int32_t num_rows = 4;
+    std::vector<float> gate = random.normals(int64_t{num_rows} * width, 4.0f);
+    const float edges[] = {-150.0f, 150.0f, 0.0f, -88.0f};
+    for (size_t i = 0; i < 4; ++i) gate[i * static_cast<size_t>(width)] = edges[i];
+    const std::vector<float> before = random.normals(int64_t{num_rows} * width);
+    std::vector<float> y = before;
+    CpuContext ctx = context_of(2);
+    gated_activation(ctx, {.num_rows = &num_rows,
+                           .max_rows = num_rows,
+                           .x = gate.data(),
+                           .y = y.data(),
+                           .intermediate = width,
+                           .activation = Activation::kSigmoid,
+                           .up = y.data(),
+                           .up_stride = width});
+    for (size_t i = 0; i < y.size(); ++i) {
+      const double want = before[i] / (1 + std::exp(-double{gate[i]}));
+      ASSERT_TRUE(is_near(y[i], want, 1e-30, 1e-6)) << "gate " << gate[i] << " up " << before[i];
+    }
+  }
+}
+
 // Gates and ups at and beyond the limit, infinite and NaN.
 TEST(GatedActivation, ActivationsWithALimitMatchReference) {
   TRACE_SEED();
@@ -303,8 +329,9 @@ TEST(GatedActivation, ActivationsWithALimitMatchReference) {
 TEST(GatedActivation, InterleavedGivesTheBitsOfHalves) {
   TRACE_SEED();
   Random random(47);
-  for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh,
-                                      Activation::kSwigluOai, Activation::kClampedSilu}) {
+  for (const Activation activation :
+       {Activation::kSilu, Activation::kGeluTanh, Activation::kSwigluOai, Activation::kClampedSilu,
+        Activation::kSigmoid}) {
     for (const int32_t intermediate : {1, 15, 16, 33, 64}) {
       const int32_t num_rows = 3;
       const std::vector<float> halves = random.normals(int64_t{2} * num_rows * intermediate, 5.0f);

@@ -241,6 +241,38 @@ TEST(ModelBuilder, HonoursStrides) {
   }
 }
 
+// Rows of groups that lie apart, as those of q among the gates of each head.
+TEST(ModelBuilder, TakesRowsInGroups) {
+  const auto expected = build_tiny(DType::kFloat32, DType::kFloat32);
+  for (const int64_t groups : {1, 2, 4}) {
+    for (const DType stored : {DType::kFloat32, DType::kBFloat16}) {
+      ModelBuilder builder(tiny_config(), DType::kFloat32);
+      for (const auto& [name, values] : tiny_values()) {
+        const std::vector<int64_t>& shape = tiny_shapes().at(name);
+        if (shape.size() != 2 || shape[0] % groups != 0) {
+          const std::string data = encode(values, stored);
+          builder.put(name, stored, shape, {}, data.data());
+          continue;
+        }
+        const int64_t each = shape[0] / groups;
+        const int64_t cols = shape[1];
+        const int64_t apart = (each + 3) * cols;
+        std::vector<float> spread(static_cast<size_t>(groups * apart), 1e9f);
+        for (int64_t i = 0; i < shape[0] * cols; ++i) {
+          spread[static_cast<size_t>(i / (each * cols) * apart + i % (each * cols))] =
+              values[static_cast<size_t>(i)];
+        }
+        const std::string data = encode(spread, stored);
+        builder.put(name, stored, std::vector<int64_t>{groups, each, cols},
+                    std::vector<int64_t>{apart, cols, 1}, data.data());
+      }
+      const auto model = builder.finish();
+      EXPECT_TRUE(std::ranges::equal(model_weight_arena(*model), model_weight_arena(*expected)))
+          << groups << " groups, " << dtype_name(stored);
+    }
+  }
+}
+
 // A model whose embedding is [65536, 1].
 std::string wide_config() {
   return tiny_config({{"\"vocab_size\": 5", "\"vocab_size\": 65536"},

@@ -259,8 +259,9 @@ struct Combination {
   std::vector<float> x;
   std::vector<int32_t> expert_row;
   std::vector<float> weights;
-  std::vector<float> base = {};  // empty: none
-  bool has_shared = false;       // whose expert rows follow the others in x
+  std::vector<float> base = {};       // empty: none
+  bool has_shared = false;            // whose expert rows follow the others in x
+  std::vector<float> base_gate = {};  // empty: none
 };
 
 Combination random_combination(Random& random, int32_t num_rows, int32_t top_k, int32_t hidden) {
@@ -288,7 +289,8 @@ std::vector<float> combine(const Combination& c, int num_threads = 2) {
                         .y = y.data(),
                         .hidden = c.hidden,
                         .base = c.base.empty() ? nullptr : y.data(),
-                        .has_shared = c.has_shared});
+                        .has_shared = c.has_shared,
+                        .base_gate = c.base_gate.empty() ? nullptr : c.base_gate.data()});
   return y;
 }
 
@@ -349,6 +351,30 @@ TEST(CombineExperts, BeginsWithTheBase) {
           sum = std::fma(c.weights[j], c.x[static_cast<size_t>(c.expert_row[j] * hidden + i)], sum);
         }
         ASSERT_EQ(y[at], sum) << "row " << row << " column " << i;
+      }
+    }
+    // The same base among the expert rows.
+    c.has_shared = true;
+    c.x.insert(c.x.end(), c.base.begin(), c.base.end());
+    c.base.clear();
+    EXPECT_EQ(combine(c), y);
+  }
+}
+
+TEST(CombineExperts, AGateScalesTheBaseAlone) {
+  Random random(106);
+  for (const int32_t hidden : {7, 64, 200}) {
+    Combination c = random_combination(random, 5, 3, hidden);
+    const std::vector<float> without = combine(c);
+    c.base = random.normals(int64_t{5} * hidden);
+    c.base_gate = {-150.0f, -1.0f, 0.0f, 2.5f, 150.0f};
+    const std::vector<float> y = combine(c);
+    for (int32_t row = 0; row < 5; ++row) {
+      for (int32_t i = 0; i < hidden; ++i) {
+        const auto at = static_cast<size_t>(row * hidden + i);
+        const double gate = c.base_gate[static_cast<size_t>(row)];
+        const double want = without[at] + c.base[at] / (1 + std::exp(-gate));
+        ASSERT_TRUE(is_near(y[at], want, 4e-6, 1e-6)) << "row " << row << " column " << i;
       }
     }
     // The same base among the expert rows.

@@ -28,6 +28,7 @@ struct RopeCase {
   bool has_norm;
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
   bool has_v_norm = false;
+  int32_t rope_head_dim = 0;  // 0: the whole head
 };
 
 class RopeTest : public ::testing::TestWithParam<RopeCase> {};
@@ -44,7 +45,8 @@ std::vector<float> rope_table(int32_t max_positions, int32_t half, bool is_sin) 
 }
 
 std::vector<double> reference_rope(const float* head, const float* norm, float offset, double eps,
-                                   const float* cos, const float* sin, int32_t dim) {
+                                   const float* cos, const float* sin, int32_t dim,
+                                   int32_t rotated) {
   std::vector<double> x(head, head + dim);
   if (norm != nullptr) {
     double squares = 0.0;
@@ -52,8 +54,8 @@ std::vector<double> reference_rope(const float* head, const float* norm, float o
     const double factor = 1.0 / std::sqrt(squares / dim + eps);
     for (size_t i = 0; i < x.size(); ++i) x[i] *= factor * (double{norm[i]} + offset);
   }
-  std::vector<double> y(x.size());
-  const size_t half = x.size() / 2;
+  std::vector<double> y = x;
+  const auto half = static_cast<size_t>(rotated / 2);
   for (size_t i = 0; i < half; ++i) {
     y[i] = x[i] * cos[i] - x[i + half] * sin[i];
     y[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
@@ -78,8 +80,9 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
   const std::vector<int64_t> slots = {5, 39, 0, 12, 24, 0};  // 0: inert
   const std::vector<float> q_norm = random.normals(c.head_dim);
   const std::vector<float> k_norm = random.normals(c.head_dim);
-  const std::vector<float> cos = rope_table(kMaxPositions, c.head_dim / 2, false);
-  const std::vector<float> sin = rope_table(kMaxPositions, c.head_dim / 2, true);
+  const int32_t rotated = c.rope_head_dim > 0 ? c.rope_head_dim : c.head_dim;
+  const std::vector<float> cos = rope_table(kMaxPositions, rotated / 2, false);
+  const std::vector<float> sin = rope_table(kMaxPositions, rotated / 2, true);
   Pool pool(c.dtype, kBlockSize, kNumBlocks, c.num_kv_heads, c.head_dim);
   CpuContext ctx = context_of(2);
   qk_norm_rope_append(ctx, {.num_rows = &num_rows,
@@ -98,11 +101,12 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
                             .num_kv_heads = c.num_kv_heads,
                             .head_dim = c.head_dim,
                             .kv_inputs = c.kv_inputs,
-                            .has_v_norm = c.has_v_norm});
+                            .has_v_norm = c.has_v_norm,
+                            .rope_head_dim = c.rope_head_dim});
   const double kv_relative = c.dtype == DType::kFloat32 ? 1e-6 : 0x1p-8;
   for (int32_t row = 0; row < num_rows; ++row) {
     const int64_t slot = slots[static_cast<size_t>(row)];
-    const int64_t table_row = int64_t{positions[static_cast<size_t>(row)]} * (c.head_dim / 2);
+    const int64_t table_row = int64_t{positions[static_cast<size_t>(row)]} * (rotated / 2);
     for (int32_t h = 0; h < c.num_qo_heads + (has_kv ? 2 * c.num_kv_heads : 0); ++h) {
       const int32_t source = h < row_heads ? h : h - c.num_kv_heads;  // v may be the raw k
       const int64_t at = row * width + int64_t{source} * c.head_dim;
@@ -114,7 +118,7 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
       std::vector<double> want = is_value
                                      ? std::vector<double>(in, in + c.head_dim)
                                      : reference_rope(in, norm, 1.0f, 1e-6, cos.data() + table_row,
-                                                      sin.data() + table_row, c.head_dim);
+                                                      sin.data() + table_row, c.head_dim, rotated);
       if (is_value && c.has_v_norm) {
         double squares = 0.0;
         for (const double value : want) squares += value * value;
@@ -157,7 +161,10 @@ INSTANTIATE_TEST_SUITE_P(
         RopeCase{4, 1, 512, DType::kBFloat16, true, KvInputs::kKeys, false},
         RopeCase{0, 1, 512, DType::kBFloat16, true, KvInputs::kKeys, true},
         RopeCase{0, 2, 34, DType::kFloat32, true, KvInputs::kKeysAndValues, false},
-        RopeCase{4, 2, 64, DType::kFloat32, true, KvInputs::kNone}));
+        RopeCase{4, 2, 64, DType::kFloat32, true, KvInputs::kNone},
+        RopeCase{4, 2, 256, DType::kBFloat16, true, KvInputs::kKeysAndValues, false, 64},
+        RopeCase{4, 2, 32, DType::kFloat32, true, KvInputs::kKeysAndValues, false, 8},
+        RopeCase{2, 1, 34, DType::kFloat32, false, KvInputs::kKeysAndValues, false, 22}));
 
 TEST(QkNormRopeAppend, ZeroFrequenciesLeaveTheirPairsAlone) {
   TRACE_SEED();

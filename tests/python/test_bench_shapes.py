@@ -46,6 +46,9 @@ def stored(name: str) -> tuple[int, int]:
         ("qwen3-8b", 2 * 8_190_735_360, 8_190_735_360),
         ("llama-3-8b", 2 * 8_030_261_248, 8_030_261_248),
         ("gemma4-12b", 2 * 11_907_350_320, 11_907_350_320),
+        ("qwen3.5-9b", 2 * 8_953_803_264, 8_953_803_264),
+        ("qwen3.8-27b", 2 * 26_895_998_464, 26_895_998_464),
+        ("qwen3.6-35b-a3b", 2 * 34_660_610_688, 34_660_610_688),
     ],
 )
 def test_sizes_of_checkpoints(name: str, num_bytes: int, num_parameters: int) -> None:
@@ -124,6 +127,44 @@ def test_costs_are_the_bytes_in_memory(spec: TinySpec) -> None:
     expected = model.costs.all_bytes + 4 * (embeddings + vectors)
     padding = model.model.weight_bytes - expected
     assert 0 <= padding < 64 * len(tensors)  # every region begins at a multiple of 64 bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "kv", "mixer", "attention", "layer"),
+    [
+        # MiB of a state; bytes of KV of a token; millions of parameters of a recurrent layer's
+        # mixer, of attention, and of the MTP layer.
+        ("qwen3.5-9b", 2, 32_768, 67.4, 58.7, 243_290_624),
+        ("qwen3.8-27b", 3, 65_536, 115.9, 104.9, 424_699_392),
+        ("qwen3.6-35b-a3b", 2, 20_480, 33.7, 27.3, 844_640_768),
+    ],
+)
+def test_shapes_with_recurrent_layers(
+    name: str, state: int, kv: int, mixer: float, attention: float, layer: int
+) -> None:
+    config = named(name)
+    costs = matrix_costs(config, "bfloat16")
+
+    def millions(index: int) -> float:
+        begin = f"layers.{index}.attn."
+        return sum(m.parameters for m in costs.matrices if m.name.startswith(begin)) / 1e6
+
+    assert (millions(0), millions(3)) == (
+        pytest.approx(mixer, abs=0.05),
+        pytest.approx(attention, abs=0.05),
+    )
+    num_states = sum(one["attention"]["kind"] == "gated_delta" for one in config["layers"])
+    assert kv_bytes_read(config, 0, 2) == num_states * state * 2**20
+    assert kv_bytes_read(config, 10, 2) - kv_bytes_read(config, 0, 2) == 10 * kv
+    target = Target(Path(name), models._named_config(name)["architectures"][0], config, "bfloat16")
+    top = models._named_config(name)
+    described = drafter_config(top, target, method="mtp", source=name)
+    own = matrix_costs(described, "bfloat16")
+    norms = 5 * config["hidden_size"] + 2 * 256
+    experts = sum(m.parameters for m in own.matrices if m.num_experts)
+    # A row is multiplied with 8 experts of 256.
+    parameters = all_parameters(own) + experts * (256 // 8 - 1) if experts else all_parameters(own)
+    assert parameters - config["vocab_size"] * config["hidden_size"] + norms == layer
 
 
 def test_the_draft_head_of_gpt_oss() -> None:

@@ -141,7 +141,7 @@ def test_a_template_cannot_change_the_messages() -> None:
 
 def test_long_conversations_are_within_the_limits() -> None:
     talk = [{"role": "user", "content": "word " * 50}, {"role": "assistant", "content": "a " * 99}]
-    for name in ("llama3", "qwen3", "gemma3", "gemma4", "harmony"):
+    for name in ("llama3", "qwen3", "qwen3_5", "gemma3", "gemma4", "harmony"):
         text = apply((TEMPLATES / f"{name}.jinja").read_text(), talk * 1000)
         assert text.count("word") == 50_000
     content = "x" * 1_000_000

@@ -115,6 +115,12 @@ CASES = [
     Case("qwen3", [*HELLO, {"role": "assistant", "content": "x", "tool_calls": [CALL["function"],
                                                                  STRING_ARGUMENTS]}]),
     Case("qwen3", THOUGHTS, prompt=False, is_continued=True),
+    Case("qwen3_5", HELLO),
+    Case("qwen3_5", TALK, kwargs={"enable_thinking": False}),
+    Case("qwen3_5", THOUGHTS, prompt=False),
+    Case("qwen3_5", TOOL_TALK, tools=[WEATHER, NOTHING]),
+    Case("qwen3_5", TOOL_TALK[1:5], tools=[WEATHER], prompt=False),
+    Case("qwen3_5", PARTS),
     Case("gemma3", TALK),
     Case("gemma3", PARTS),
     Case("gemma3", PARTS[1:], prompt=False, is_continued=True),
@@ -258,7 +264,7 @@ def in_parts(messages: list[Any], at: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "harmony", "llama3", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "harmony", "llama3", "qwen3", "qwen3_5"])
 @pytest.mark.parametrize("number", range(len(SPLIT_TALKS)))
 def test_text_in_parts_gives_the_prompt_of_a_string(name: str, number: int) -> None:
     """Some of these templates read parts, some fail with them, and some skip them."""

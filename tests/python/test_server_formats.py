@@ -45,6 +45,43 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "a", "argu', '<tool_call>{"name": "a", "argu', "", []),
     ("hermes", "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", "", []),
     (
+        "qwen3_coder",
+        "Let me look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "Let me look.",
+        "",
+        [("weather", '{"city": "Paris", "days": "3"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<think>\nHm, < and </thin\n</think>\n\n<tool_call>\n<function=a>\n</function>\n"
+        "</tool_call>\n<tool_call><function=b><parameter=x>\nline </tool\n\n  two\n</parameter>"
+        "</function></tool_call>",
+        "",
+        "Hm, < and </thin",
+        [("a", "{}"), ("b", '{"x": "line </tool\\n\\n  two"}')],
+    ),
+    ("qwen3_coder", "<think>\n\n</think>\n\nAn\n\nanswer.", "An\n\nanswer.", "", []),
+    ("qwen3_coder", "<think>\nNo end\n", "", "No end", []),
+    # No function, text after a value, and no end of a key.
+    *(
+        ("qwen3_coder", text, text, "", [])
+        for text in (
+            "<tool_call>{}</tool_call>",
+            "<tool_call><function=a><parameter=b>1</parameter> 2</function></tool_call>",
+            "<tool_call><function=a><parameter=b</function></tool_call>",
+            "<tool_call><function=a>1</function></tool_call>",
+        )
+    ),
+    # The output has ended before the tags.
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=a>\n<parameter=b>\n1\n</parameter>",
+        "",
+        "",
+        [("a", '{"b": "1"}')],
+    ),
+    (
         "llama3_json",
         f'{{"name": "weather", "parameters": {WEATHER}}}',
         "",
@@ -151,6 +188,8 @@ def test_hostile_outputs_are_content() -> None:
     assert read("hermes", [deep])[0] == deep
     assert read("llama3_json", ["{" * 100_000])[0] == "{" * 100_000
     assert read("openai", ["<|start|>" * 10_000]) == ("", "", [])
+    deep = "<tool_call><function=f>" + "<parameter=a>" * 20_000 + "</function></tool_call>"
+    assert read("qwen3_coder", [deep])[2] == [("f", '{"a": ""}')]
 
 
 def test_content_is_not_held_back() -> None:
@@ -169,6 +208,7 @@ def test_content_is_not_held_back() -> None:
         ("harmony", "openai"),
         ("gemma4", "gemma4"),
         ("qwen3", "hermes"),
+        ("qwen3_5", "qwen3_coder"),
         ("llama3", "llama3_json"),
         ("gemma3", None),
     ],
@@ -176,4 +216,47 @@ def test_content_is_not_held_back() -> None:
 def test_a_template_tells_the_format(template: str, name: str | None) -> None:
     found = format_of((TEMPLATES / f"{template}.jinja").read_text())
     assert (None if found is None else found.name) == name
-    assert format_of("<tool_call><function=") is None  # a notation of its own
+
+
+def test_values_have_the_types_of_the_schema() -> None:
+    types = {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "b": {"type": "boolean"},
+        "l": {"type": "array"},
+        "n": {"type": ["string", "null"]},
+        "o": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+        "bad": {"type": "number"},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": types}}}]
+    values = {
+        "s": "3",
+        "i": "3",
+        "b": "True",
+        "l": '["x", 1]',
+        "n": "null",
+        "o": '{"a": null}',
+        "bad": "three",
+        "unknown": "3",
+    }
+    written = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    (call,) = FORMATS["qwen3_coder"].make(tools).take(text, is_last=True)
+    assert json.loads(call.text) == {
+        "s": "3",
+        "i": 3,
+        "b": True,
+        "l": ["x", 1],
+        "n": None,
+        "o": {"a": None},
+        "bad": "three",
+        "unknown": "3",
+    }
+
+
+def test_an_output_may_begin_within_reasoning() -> None:
+    parser = FORMATS["qwen3_coder"].make(is_thinking=True)
+    assert parser.take("\nFirst", is_last=False) == [Part("reasoning", "First")]
+    assert parser.take(" think.\n", is_last=False) == [Part("reasoning", " think.")]
+    assert parser.take("</think>\n\nThen", is_last=False) == [Part("content", "Then")]
+    assert parser.take("\n\nsay.", is_last=True) == [Part("content", "\n\nsay.")]

@@ -47,6 +47,27 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+QWEN_CALL = (
+    "I look.\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+
+
+@pytest.fixture(scope="module")
+def qwen_server() -> Iterator[RunningServer]:
+    """A demo with the template of Qwen3.5."""
+    demo = find_demo("draft_model")
+    template = (TEMPLATES / "qwen3_5.jinja").read_text()
+    with (
+        LLM(demo.target, device="cpu", max_model_len=1024, chat_template=template) as llm,
+        RunningServer(llm) as server,
+    ):
+        assert server.service.text_format is not None
+        assert server.service.text_format.name == "qwen3_coder"
+        assert server.service.thinking.begins == (True, True, False)
+        yield server
+
+
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[RunningServer]:
     with RunningServer(llm) as server:
@@ -262,3 +283,49 @@ def test_tools_are_refused_where_calls_cannot_be_read(plain_llm: LLM) -> None:
         status, answer = server.ask(CHATS, {"messages": QUESTION, "tools": TOOLS})
     assert status == 400 and answer["error"]["param"] == "tools"
     assert "--tool-call-parser" in answer["error"]["message"]
+
+
+# ---- Qwen3.5 -------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_qwen3_5_ends_within_reasoning(qwen_server: RunningServer, says: Any) -> None:
+    body = {"messages": QUESTION, "tools": TOOLS}
+    says(QWEN_CALL, on=qwen_server)
+    (choice,) = qwen_server.result(CHATS, body)["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
+    assert message["reasoning"] == "I look."
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "reasoning"),
+    [
+        ({}, "Fine.", "Hm."),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "Fine.", "Hm."),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "Hm.\n</think>\n\nFine.", None),
+        ({"reasoning_effort": "none"}, "Hm.\n</think>\n\nFine.", None),
+        ({"skip_special_tokens": False}, "Hm.\n</think>\n\nFine.", None),
+    ],
+)
+def test_the_switch_of_thinking_says_where_an_output_begins(
+    fields: dict[str, Any],
+    content: str,
+    reasoning: str | None,
+    qwen_server: RunningServer,
+    says: Any,
+) -> None:
+    says("Hm.\n</think>\n\nFine.", on=qwen_server)
+    body = {"messages": QUESTION, **fields}
+    (choice,) = qwen_server.result(CHATS, body)["choices"]
+    assert choice["message"]["content"] == content
+    assert choice["message"].get("reasoning") == reasoning
+
+
+def test_calls_of_qwen3_5_cannot_be_required(qwen_server: RunningServer) -> None:
+    body = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
+    status, answer = qwen_server.ask(CHATS, body)
+    assert status == 400
+    assert "'qwen3_coder', which is no JSON" in answer["error"]["message"]

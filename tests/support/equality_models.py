@@ -14,6 +14,7 @@ import deepseek_v4_dspark
 import deepseek_v4_models
 import eagle_models
 import mtp_models
+import qwen3_5_mtp
 import tiny_models
 from assistant_models import AssistantSpec
 from block_models import BlockSpec
@@ -21,7 +22,7 @@ from deepseek_v4_dspark import StagesSpec
 from deepseek_v4_models import V4Spec
 from eagle_models import EagleSpec
 from paceline.loader import LoadedModel, load_checkpoint, load_drafter
-from tiny_models import TinySpec
+from tiny_models import QWEN3_5, TinySpec
 
 VOCAB = 128
 AUX_LAYERS = (0, 1)
@@ -40,6 +41,9 @@ TARGETS: dict[str, TinySpec | V4Spec] = {
     "glm": TinySpec("glm4_moe_lite"),
     # A window alone, entries of 4 tokens that an indexer chooses, entries of 8.
     "deepseek_v4": V4Spec(ratios=(0, 4, 128)),
+    # Gated delta nets, and full attention with an output gate; then with experts.
+    "qwen3_5": TinySpec("qwen3_5"),
+    "qwen3_5_moe": TinySpec("qwen3_5_moe", top_k=3),
 }
 # An lm_head without clusters and with them.
 ASSISTANTS = {
@@ -74,10 +78,11 @@ HEADS = {
     name: EagleSpec(name, seed=3, aux_layers=AUX_LAYERS, num_aux=len(AUX_LAYERS))
     for name in ("eagle", "eagle3")
 }
-MTP_FAMILIES = ("glm", "deepseek_v4")
+MTP_FAMILIES = ("glm", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
 # A noisy copy agrees often, a smaller model of the same family with other weights seldom. EAGLE
 # draft heads, assistants, blocks and MTP layers are random too, and prompt lookup is right by
-# accident. "other_family" has a dense drafter for mixtures, and a mixture for Llama.
+# accident. "other_family" has a dense drafter for mixtures, a mixture for Llama, a recurrent
+# drafter for DeepSeek-V4, and an ordinary one for recurrent targets.
 DRAFTERS = (
     "self",
     "noisy",
@@ -98,6 +103,8 @@ _OTHERS = {
     "gemma4": "gemma3",
     "gpt_oss": "gemma4",
     "glm4_moe_lite": "llama",
+    "qwen3_5": "qwen3",
+    "qwen3_5_moe": "llama",
 }
 
 
@@ -142,7 +149,7 @@ def _make(spec: TinySpec | V4Spec) -> Path:
 def _make_other(variant: str, spec: TinySpec | V4Spec, path: Path) -> Path:
     """A whole model that drafts."""
     if variant == "other_family":
-        other = _OTHERS[spec.family] if isinstance(spec, TinySpec) else "glm4_moe_lite"
+        other = _OTHERS[spec.family] if isinstance(spec, TinySpec) else "qwen3_5"
         return tiny_models.make(TinySpec(other, seed=9, vocab_size=VOCAB))
     if variant == "same_family":
         if isinstance(spec, V4Spec):
@@ -167,7 +174,7 @@ def _write_drafter(variant: str, spec: TinySpec | V4Spec, path: Path) -> None:
     elif isinstance(spec, V4Spec):  # its files have an MTP layer
         tiny_models.copy_checkpoint(_make(spec), path)
     elif variant == "mtp":
-        mtp_models.write(spec, path)
+        (qwen3_5_mtp if spec.family in QWEN3_5 else mtp_models).write(spec, path)
     elif variant in ASSISTANTS:
         assistant_models.write(ASSISTANTS[variant], _make(spec), path)
     elif variant in BLOCKS:

@@ -30,6 +30,7 @@ enum ExpertPurpose : uint64_t {
   kRouterX,
   kRouterWeight,
   kRouterBias,
+  kBaseGate,
 };
 
 // The different experts of row `id`.

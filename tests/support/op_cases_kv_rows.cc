@@ -26,7 +26,8 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   const Handle num_rows = add_num_rows(op, rows);
   const Handle qkv = op.add(normal_rows("qkv", element, rows, width, width, seed, kX,
                                         /*varies_in_scale=*/s.has_norms, Role::kInOut));
-  const RopeArrays rope(op, rows, seed, s.head_dim, kMaxPositions, s.position_offset);
+  const int32_t rotated = s.rope_head_dim > 0 ? s.rope_head_dim : s.head_dim;
+  const RopeArrays rope(op, rows, seed, rotated, kMaxPositions, s.position_offset);
   const Handle slots =
       s.kv_inputs == KvInputs::kNone ? kNoArray : add_slots(op, "slot_mapping", rows, s.block_size);
   Handle q_norm = kNoArray;
@@ -62,7 +63,8 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
                                                     .qkv_dtype = activation_dtype(ctx, s.dtype),
                                                     .kv_inputs = s.kv_inputs,
                                                     .has_v_norm = s.has_v_norm,
-                                                    .position_offset = s.position_offset});
+                                                    .position_offset = s.position_offset,
+                                                    .rope_head_dim = s.rope_head_dim});
   });
   return op;
 }

@@ -186,6 +186,12 @@ struct CombineArrays {
       };
       out = row_array("y", Element::kF32, element, rows, s.hidden, base, Role::kInOut);
     }
+    if (s.has_base_gate) {
+      base_gate = op.add(
+          row_array("base_gate", Element::kF32, Element::kF32, rows, 1, [=](int64_t id, float* to) {
+            Stream(seed, kBaseGate, static_cast<uint64_t>(id)).fill(to, 1, 3.0f);
+          }));
+    }
     out.compare = Compare::kByCase;
     y = op.add(out);
   }
@@ -200,7 +206,8 @@ struct CombineArrays {
             .hidden = s.hidden,
             .dtype = dtype,
             .base = s.has_base ? at.raw(y) : nullptr,
-            .has_shared = s.has_shared};
+            .has_shared = s.has_shared,
+            .base_gate = at.get<float>(base_gate)};
   }
 
   CombineSpec s;
@@ -209,6 +216,7 @@ struct CombineArrays {
   Handle x = kNoArray;
   Handle expert_row = kNoArray;
   Handle weights = kNoArray;
+  Handle base_gate = kNoArray;
   Handle y = kNoArray;
 };
 

@@ -73,6 +73,7 @@ struct CombineSpec {
   bool only_adds = false;  // of make_combine_and_norm: to the residual
   bool has_base = false;   // which is y
   bool has_shared = false;
+  bool has_base_gate = false;
 };
 // From the router's logits to the combined rows.
 struct MixtureSpec {

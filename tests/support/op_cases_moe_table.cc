@@ -275,6 +275,13 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
       cases.push_back(row_wise("combine_shared_" + name, make_combine, spec, true));
       cases.push_back(
           row_wise("combine_and_norm_shared_" + name, make_combine_and_norm, spec, true));
+      spec.has_base_gate = true;
+      cases.push_back(row_wise("combine_gated_shared_" + name, make_combine, spec, true));
+      cases.push_back(
+          row_wise("combine_and_norm_gated_shared_" + name, make_combine_and_norm, spec, true));
+      spec.has_shared = false;
+      spec.has_base = true;
+      cases.push_back(row_wise("combine_with_gated_base_" + name, make_combine, spec, true));
     }
   }
   for (const DType dtype : {kF, kB}) {

@@ -147,6 +147,11 @@ void add_element_ops(TableBuilder& table) {
         }
       }
     }
+    // Output gates.
+    for (const int32_t width : {1, 33, 250, 4096}) {
+      table.add("gated_sigmoid_up_" + std::to_string(width) + suffix, make_gated,
+                GatedSpec{width, Activation::kSigmoid, dtype, width}, width >= 250);
+    }
     // Per-layer inputs: the gate and one layer's part of them.
     for (const auto& [size, stride] : {std::pair{256, 256 * 35}, {256, 256}, {33, 35 * 33}}) {
       table.add("gated_gelu_up_" + std::to_string(size) + "_of" + std::to_string(stride) + suffix,
@@ -233,6 +238,7 @@ void add_ropes(TableBuilder& table) {
                    : s.kv_inputs == KvInputs::kNone ? "_q"
                                                     : "") +
                   (s.position_offset != 0 ? "_ahead" + std::to_string(s.position_offset) : "") +
+                  (s.rope_head_dim != 0 ? "_first" + std::to_string(s.rope_head_dim) : "") +
                   dtype_suffix(s.dtype),
               make_rope, s, is_invariance_case);
   };
@@ -266,6 +272,18 @@ void add_ropes(TableBuilder& table) {
     // Heads above 256 of any other size: one that lanes do not share evenly, and the largest.
     add({4, 2, 322, 1, dtype, true, KvInputs::kKeysAndValues, true}, true);
     add({2, 1, 1024, 16, dtype, true});
+    // Partial rotation: pairs in different lanes, in one lane, and in a head of an odd size.
+    const auto add_partial = [&](int32_t head_dim, int32_t rotated, bool is_invariance_case) {
+      add({4, 2, head_dim, 16, dtype, true, KvInputs::kKeysAndValues, false, 0, rotated},
+          is_invariance_case);
+    };
+    add_partial(256, 64, true);
+    add_partial(128, 64, false);
+    add_partial(64, 2, false);
+    add_partial(512, 256, false);
+    add_partial(32, 8, false);
+    add_partial(34, 22, true);
+    add_partial(322, 160, false);
   }
 }
 

@@ -81,6 +81,7 @@ struct RopeSpec {
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
   bool has_v_norm = false;
   int32_t position_offset = 0;
+  int32_t rope_head_dim = 0;  // 0: the whole head
 };
 struct GatherSpec {
   int32_t hidden = 0;

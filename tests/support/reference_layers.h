@@ -102,7 +102,8 @@ inline Vector project(const RawModel& m, size_t index, const std::string& which,
       const Vector normed = rms(c, m.at(name + "_norm.weight"), head);
       std::copy(normed.begin(), normed.end(), y.begin() + static_cast<int64_t>(h * head_dim));
     }
-    rotate(c.ropes[static_cast<size_t>(a.rope)], position, y.data() + h * head_dim, head_dim);
+    rotate(c.ropes[static_cast<size_t>(a.rope)], position, y.data() + h * head_dim,
+           static_cast<size_t>(a.rope_head_dim));
   }
   return y;
 }
@@ -159,6 +160,8 @@ inline double gated(const DenseMlp& mlp, double gate, double up) {
       const double g = std::min(gate, limit);
       return std::clamp(up, -limit, limit) * g / (1 + std::exp(-g));
     }
+    case Activation::kSigmoid:
+      return up / (1 + std::exp(-gate));
   }
   return 0;
 }

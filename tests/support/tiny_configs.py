@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "gpt_oss")
 # Families with latent attention and sigmoid routers.
 DEEPSEEK = ("glm4_moe_lite", "deepseek_v3")
+# Families with gated delta nets and output gates; the last two have experts.
+QWEN3_5 = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 _CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -21,6 +23,9 @@ _CLASSES = {
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
 }
 _THETA = {
     "llama": 500_000.0,
@@ -30,6 +35,7 @@ _THETA = {
     "gpt_oss": 150_000.0,
     "glm4_moe_lite": 1_000_000.0,
     "deepseek_v3": 10_000.0,
+    **dict.fromkeys(QWEN3_5, 10_000_000.0),
 }
 _EPS = {
     "llama": 1e-5,
@@ -39,6 +45,7 @@ _EPS = {
     "gpt_oss": 1e-5,
     "glm4_moe_lite": 1e-5,
     "deepseek_v3": 1e-6,
+    **dict.fromkeys(QWEN3_5, 1e-6),
 }
 
 
@@ -78,21 +85,46 @@ class TinyLatent:
 
 
 @dataclass(frozen=True)
+class TinyDelta:
+    """What `QWEN3_5` has besides full attention.
+
+    Attributes:
+        key_heads: Heads of q and k of a gated delta net.
+        value_heads: Heads of v.
+        key_dim: Elements of a head of q or k.
+        value_dim: Elements of a head of v.
+        taps: Of the convolution.
+        expert_size: Width of each expert.
+        shared_size: Width of the shared expert.
+        dense_layers: "qwen3_next" only: layers without experts.
+    """
+
+    key_heads: int = 2
+    value_heads: int = 6
+    key_dim: int = 16
+    value_dim: int = 24
+    taps: int = 4
+    expert_size: int = 40
+    shared_size: int = 56
+    dense_layers: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True)
 class TinySpec:
     """A tiny checkpoint.
 
     Attributes:
-        family: One of `FAMILIES` and `DEEPSEEK`.
+        family: One of `FAMILIES`, `DEEPSEEK` and `QWEN3_5`.
         seed: The seed of the weights.
         vocab_size: Rows of the embedding table; more than `tokenizer_size` makes padding rows.
         hidden_size: Width.
         intermediate_size: Width of the MLP, or of each expert.
-        num_layers: Layers; None: 2, 3 for Gemma 3 and 6 for Gemma 4.
+        num_layers: Layers; None: 2, 3 for Gemma 3, 4 for `QWEN3_5` and 6 for Gemma 4.
         heads: Query heads.
         kv_heads: Key and value heads; divides `heads`.
         head_dim: Elements of a head.
-        layer_types: Gemma and GPT-OSS only; None: sliding, but every third layer full, in GPT-OSS
-            every second.
+        layer_types: Gemma, GPT-OSS and `QWEN3_5` only; None: sliding, but every third layer full,
+            in GPT-OSS every second; in `QWEN3_5` linear, but every fourth layer full.
         window: Gemma and GPT-OSS only: keys a sliding layer sees.
         query_pre_attn_scalar: Gemma 3 only; None: one that is not `head_dim`.
         tied: Whether the embedding table is the lm_head; None: as the family usually does.
@@ -108,11 +140,12 @@ class TinySpec:
         shared_layers: Last layers that read the KV of earlier ones; None: half of them.
         wide_mlp: The MLPs of those layers are twice as wide.
         per_layer_size: Of a layer's own input; 0: none.
-        partial_rotary: The rotated part of a full layer's head.
+        partial_rotary: The rotated part of a full layer's head; also of `QWEN3_5`.
         unified: The architecture of the 12B model; `per_layer_size` counts as 0.
-        num_experts: GPT-OSS and `DEEPSEEK` only, as the next: experts of a layer.
+        num_experts: GPT-OSS, `DEEPSEEK` and `QWEN3_5` only, as the next: experts of a layer.
         top_k: Experts of a token.
         latent: `DEEPSEEK` only: what those families have.
+        delta: `QWEN3_5` only: what those families have.
         swiglu_limit: GPT-OSS only: the limit on gates and ups, which many values of tiny models
             exceed.
         quantization: None, or one of `quantized_models.METHODS`: the matrices that it concerns are
@@ -155,6 +188,7 @@ class TinySpec:
     num_experts: int = 8
     top_k: int = 4
     latent: TinyLatent = TinyLatent()
+    delta: TinyDelta = TinyDelta()
     swiglu_limit: float = 2.0
     quantization: str | None = None
     exact_scales: bool = False
@@ -224,6 +258,8 @@ def hf_config(spec: TinySpec) -> Any:
     elif spec.family in DEEPSEEK:
         del values["head_dim"]  # another name of qk_rope_head_dim
         values |= {"rope_parameters": rope, **_deepseek_values(spec)}
+    elif spec.family in QWEN3_5:
+        values |= _qwen3_5_values(spec, rope)
     else:
         values |= {"num_hidden_layers": spec.num_layers or 2, "rope_parameters": rope}
         if spec.family == "llama":
@@ -241,6 +277,8 @@ def _layer_types(spec: TinySpec) -> tuple[str, ...]:
         return spec.layer_types
     if spec.family == "gpt_oss":
         return tuple((SLIDING, FULL)[i % 2] for i in range(spec.num_layers or 2))
+    if spec.family in QWEN3_5:
+        return tuple(LINEAR if (i + 1) % 4 else FULL for i in range(spec.num_layers or 4))
     count = spec.num_layers or (6 if spec.family == "gemma4" else 3)
     # The last layer of Gemma 4 is always a full one.
     is_last_full = spec.family == "gemma4"
@@ -275,6 +313,37 @@ def _deepseek_values(spec: TinySpec) -> dict[str, Any]:
         return values | {"first_k_dense_replace": latent.dense_layers}
     types = ["dense"] * latent.dense_layers + ["sparse"] * (num_layers - latent.dense_layers)
     return values | {"mlp_layer_types": types}
+
+
+def _qwen3_5_values(spec: TinySpec, rope: dict[str, Any]) -> dict[str, Any]:
+    delta = spec.delta
+    layer_types = _layer_types(spec)
+    pairs = int(spec.head_dim * spec.partial_rotary) // 2
+    values: dict[str, Any] = {
+        "num_hidden_layers": len(layer_types),
+        "layer_types": list(layer_types),
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.taps,
+        "rope_parameters": {**rope, "partial_rotary_factor": spec.partial_rotary},
+    }
+    if spec.family != "qwen3_next":
+        # As in published files, more for the first of the three positions.
+        sections = [pairs - pairs // 3 * 2, pairs // 3, pairs // 3]
+        values["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
+    if spec.family == "qwen3_5":
+        return values
+    values |= {
+        "num_experts": spec.num_experts,
+        "num_experts_per_tok": spec.top_k,
+        "moe_intermediate_size": delta.expert_size,
+        "shared_expert_intermediate_size": delta.shared_size,
+    }
+    if spec.family == "qwen3_next":
+        values["mlp_only_layers"] = list(delta.dense_layers)
+    return values
 
 
 def _gemma4_values(spec: TinySpec, num_layers: int) -> dict[str, Any]:

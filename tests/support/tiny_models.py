@@ -28,7 +28,10 @@ from typing import TYPE_CHECKING, Any
 from quantized_models import dequantize, quantization_config, quantize
 from tiny_configs import FAMILIES as FAMILIES
 from tiny_configs import FULL as FULL
+from tiny_configs import LINEAR as LINEAR
+from tiny_configs import QWEN3_5 as QWEN3_5
 from tiny_configs import SLIDING as SLIDING
+from tiny_configs import TinyDelta as TinyDelta
 from tiny_configs import TinyLatent as TinyLatent
 from tiny_configs import TinySpec, classes, hf_config, is_tied, to_old_spelling
 
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 
 # The end of the name of what a sigmoid router adds to scores; published files have it in float32.
 _CORRECTION = "e_score_correction_bias"
+# Ends of names of tensors that are float32 in published files.
+_FLOATS = (_CORRECTION, "linear_attn.A_log", "linear_attn.norm.weight")
 
 
 def make(spec: TinySpec) -> Path:
@@ -73,7 +78,7 @@ def write(spec: TinySpec, directory: Path) -> None:
     dtype = getattr(torch, spec.dtype)
     tensors = {
         _file_name(name, spec.prefix): tensor.to(
-            torch.float32 if name.endswith(_CORRECTION) else dtype
+            torch.float32 if name.endswith(_FLOATS) else dtype
         ).contiguous()
         for name, tensor in split_experts(model.state_dict()).items()
         if not (name == "lm_head.weight" and is_tied(spec))
@@ -114,11 +119,12 @@ def _random_model(spec: TinySpec) -> Any:
     config = hf_config(spec)
     model = getattr(transformers, classes(spec)[1])(config).eval().float()
     is_gemma = spec.family.startswith("gemma")
-    center = 0.0 if spec.family == "gemma3" else 1.0
+    has_offset = spec.family == "gemma3" or spec.family in QWEN3_5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.seed} {name}".encode()))
             noise = torch.randn(parameter.shape, generator=generator)
+            center = 0.0 if has_offset and "linear_attn" not in name else 1.0
             # Gemma multiplies embeddings by the root of the width, so that a tied lm_head favours
             # the input token. Small embeddings, large second norms (which set how much a layer
             # adds) and a large last norm keep the model from repeating one token.
@@ -131,6 +137,10 @@ def _random_model(spec: TinySpec) -> Any:
                 parameter.copy_((0.08 if is_gemma else 0.2) * noise)
             elif name.endswith("sinks"):
                 parameter.copy_(1.0 + noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(0.7 * noise - 0.5)  # decay rates between slow and fast
+            elif name.endswith(("dt_bias", "conv1d.weight")):
+                parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(0.2 * noise)
         for name, buffer in model.named_buffers():

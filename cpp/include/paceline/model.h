@@ -45,7 +45,7 @@ class PACELINE_API ModelBuilder {
   // Copies one tensor. From a GPU to a model on that GPU, nothing passes through the host.
   // dtype: kFloat32, kBFloat16 or kFloat16 (which bfloat16 weights refuse); kInt32 or kInt64 for
   //   token ids; kUInt8 or kFloat8E4M3 for tensors of a format, as docs/model-format.md says.
-  // shape: that of the canonical tensor.
+  // shape: that of the canonical tensor, or of a matrix [groups, rows of each, columns].
   // strides: in elements; empty is row-major.
   // data: in memory of `source`, where it is complete and stays as it is until put returns; on the
   //   host at any alignment.

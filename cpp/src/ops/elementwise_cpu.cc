@@ -30,6 +30,8 @@ template <Activation kActivation>
   } else if constexpr (kActivation == Activation::kGeluTanh) {
     const V16 inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return 0.5f * gate * (1.0f + tanh(inner)) * up;
+  } else if constexpr (kActivation == Activation::kSigmoid) {
+    return up / (1.0f + exp(-gate));
   } else {
     static_assert(kActivation == Activation::kSwigluOai || kActivation == Activation::kClampedSilu);
     const V16 high = broadcast(limit);
@@ -149,6 +151,8 @@ void gated_activation(CpuContext& ctx, const GatedActivationParams& p) {
         return activate_row<Activation::kSwigluOai>(p, row);
       case Activation::kClampedSilu:
         return activate_row<Activation::kClampedSilu>(p, row);
+      case Activation::kSigmoid:
+        return activate_row<Activation::kSigmoid>(p, row);
     }
   });
 }

@@ -140,11 +140,14 @@ struct CombineKernel {
                                   : nullptr;
     const int32_t* const expert_row = p.expert_row + row * p.top_k;
     const float* const weights = p.weights + row * p.top_k;
+    const float scale = p.base_gate == nullptr ? 1.0f : sigmoid_same_bits(p.base_gate[row]);
     constexpr int32_t kColumns = 64;  // whose sums stay in registers
     int32_t first = 0;
     for (; first + kColumns <= p.hidden; first += kColumns) {
       float sums[kColumns] = {};
-      if (base != nullptr) std::memcpy(sums, base + first, sizeof(sums));
+      if (base != nullptr) {
+        for (int32_t i = 0; i < kColumns; ++i) sums[i] = scale * base[first + i];
+      }
       for (int32_t place = 0; place < p.top_k; ++place) {
         const float* const from = x + int64_t{expert_row[place]} * p.hidden + first;
         for (int32_t i = 0; i < kColumns; ++i) {
@@ -154,7 +157,7 @@ struct CombineKernel {
       for (int32_t i = 0; i < kColumns; ++i) y[first + i] = sums[i];
     }
     for (; first < p.hidden; ++first) {
-      float sum = base != nullptr ? base[first] : 0;
+      float sum = base != nullptr ? scale * base[first] : 0;
       for (int32_t place = 0; place < p.top_k; ++place) {
         sum = std::fma(weights[place], x[int64_t{expert_row[place]} * p.hidden + first], sum);
       }

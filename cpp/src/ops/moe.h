@@ -157,6 +157,8 @@ struct CombineExpertsParams {
   const void* base = nullptr;  // [max_rows, hidden] dtype, may be y; null: 0
   // The base of a row is the output of the shared expert, an expert row of x; `base` is null.
   bool has_shared = false;
+  // The base of a row is multiplied by sigmoid_same_bits(base_gate[row]).
+  const float* base_gate = nullptr;  // [max_rows], with a base; or null
 };
 void combine_experts(CpuContext&, const CombineExpertsParams&);
 void combine_experts(CudaContext&, const CombineExpertsParams&);

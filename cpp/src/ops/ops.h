@@ -100,6 +100,8 @@ enum class Activation : uint8_t {
   kSwigluOai,
   // DeepSeek-V4: with the same g and u, y = g * sigmoid(g) * u. NaN stays NaN.
   kClampedSilu,
+  // An output gate: y = up * sigmoid(gate).
+  kSigmoid,
 };
 
 // y = activation(gate) * up, or what the activation says. Each row of x holds gate and then up; or
@@ -109,7 +111,7 @@ struct GatedActivationParams {
   int32_t max_rows;
   const void* x;  // [max_rows, 2 * intermediate] dtype, gate and then up; with `up`, [max_rows,
                   // intermediate]: only the gate
-  void* y;        // [max_rows, intermediate] dtype
+  void* y;        // [max_rows, intermediate] dtype; may be `up` where that has no gaps
   int32_t intermediate;
   Activation activation;
   DType dtype = DType::kFloat32;  // dtype of x, up and y
@@ -188,8 +190,9 @@ static_assert(qkv_heads(4, 2, KvInputs::kKeysAndValues) == 8);
 static_assert(qkv_heads(4, 2, KvInputs::kNone) == 4);
 
 // Per row of the fused qkv buffer: computes the RMS norm of each q and k head (when weights are
-// given) and the split-half rotary embedding of q and k, then writes k and v to the KV slot of the
-// row. A zero frequency (cos 1, sin 0) leaves its pair of elements unchanged.
+// given) and the split-half rotary embedding of the first rope_head_dim elements of each, then
+// writes k and v to the KV slot of the row. A zero frequency (cos 1, sin 0) leaves its pair of
+// elements unchanged.
 struct QkNormRopeAppendParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -203,8 +206,8 @@ struct QkNormRopeAppendParams {
   const float* k_norm;          // [head_dim], or null
   float norm_weight_offset;     // 0 or 1
   float norm_eps;
-  const float* rope_cos;  // [max_positions, head_dim / 2]
-  const float* rope_sin;  // [max_positions, head_dim / 2]
+  const float* rope_cos;  // [max_positions, rotated elements / 2]
+  const float* rope_sin;  // [max_positions, rotated elements / 2]
   KvLayerView kv;
   int32_t num_qo_heads;
   int32_t num_kv_heads;
@@ -214,6 +217,7 @@ struct QkNormRopeAppendParams {
   // v is divided by its root mean square (with norm_eps), without a weight.
   bool has_v_norm = false;
   int32_t position_offset = 0;  // q and k are rotated to position positions[row] + position_offset
+  int32_t rope_head_dim = 0;    // rotated elements of a head, even; 0: all
 };
 void qk_norm_rope_append(CpuContext&, const QkNormRopeAppendParams&);
 void qk_norm_rope_append(CudaContext&, const QkNormRopeAppendParams&);

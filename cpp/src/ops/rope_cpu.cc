@@ -22,12 +22,13 @@ struct RowKernel {
     const float* const v =
         p->kv_inputs == KvInputs::kKeys ? k : k + int64_t{p->num_kv_heads} * head_dim;
     const int64_t position = p->positions[row] + p->position_offset;
-    const float* const cos = p->rope_cos + position * (head_dim / 2);
-    const float* const sin = p->rope_sin + position * (head_dim / 2);
+    const int32_t rotated_dim = p->rope_head_dim > 0 ? p->rope_head_dim : head_dim;
+    const float* const cos = p->rope_cos + position * (rotated_dim / 2);
+    const float* const sin = p->rope_sin + position * (rotated_dim / 2);
     for (int32_t h = 0; h < p->num_qo_heads; ++h) {
       float* const head = q + int64_t{h} * head_dim;
       norm_head(head, p->q_norm, p->norm_weight_offset, p->norm_eps, head, head_dim);
-      rotate_head(cos, sin, head, head_dim);
+      rotate_head(cos, sin, head, rotated_dim);
     }
     if (p->kv_inputs == KvInputs::kNone) return;
     const KvLayerView& kv = p->kv;
@@ -42,7 +43,7 @@ struct RowKernel {
     for (int32_t h = 0; h < p->num_kv_heads; ++h) {
       norm_head(k + int64_t{h} * head_dim, p->k_norm, p->norm_weight_offset, p->norm_eps, rotated,
                 head_dim);
-      rotate_head(cos, sin, rotated, head_dim);
+      rotate_head(cos, sin, rotated, rotated_dim);
       append_head(rotated, kv.dtype, block + kv.k_offset + offset + h * head_bytes, head_dim);
       const float* value = v + int64_t{h} * head_dim;
       if (p->has_v_norm) {
@@ -60,6 +61,8 @@ void qk_norm_rope_append(CpuContext& ctx, const QkNormRopeAppendParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   PACELINE_CHECK(p.head_dim % 2 == 0 && p.head_dim <= kMaxHeadDim, "head_dim ", p.head_dim,
                  " is odd or above ", kMaxHeadDim);
+  PACELINE_CHECK(p.rope_head_dim % 2 == 0 && p.rope_head_dim <= p.head_dim, "rope_head_dim ",
+                 p.rope_head_dim, " is odd or above head_dim ", p.head_dim);
   PACELINE_CHECK(p.qkv_dtype == DType::kFloat32, "the CPU computes in float32");
   PACELINE_CHECK(p.kv.dtype == DType::kFloat32 || p.kv.dtype == DType::kBFloat16,
                  "KV caches are float32 or bfloat16");

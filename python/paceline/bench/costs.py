@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from paceline import _core
+
+_RECURRENT: Final = "gated_delta"
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,11 @@ def layer_kv_bytes(attention: Mapping[str, Any], context: float, item_bytes: int
 
     Returns:
         The bytes of what min(context, window) tokens store, and of compressed entries: those that
-        are attended to, and the keys of the indexer for all of them.
+        are attended to, and the keys of the indexer for all of them. Of a recurrent layer those of
+        its state, which is float32, whatever the context.
     """
+    if attention["kind"] == _RECURRENT:
+        return 4.0 * _state_elements(attention)
     elements = _visible(attention, context) * kv_elements(attention)
     elements += _attended_entries(attention, context) * attention.get("head_dim", 0)
     elements += _entries(attention, context) * attention.get("indexer", {}).get("head_dim", 0)
@@ -132,6 +137,9 @@ def layer_attention_flops(attention: Mapping[str, Any], context: float) -> float
     Returns:
         Multiply-adds times two.
     """
+    if attention["kind"] == _RECURRENT:
+        # The decay; a product with the key, an outer product and one with the query.
+        return 7.0 * _state_elements(attention)
     total = 0.0
     tokens = _visible(attention, context)
     tokens += _attended_entries(attention, context)
@@ -144,6 +152,12 @@ def layer_attention_flops(attention: Mapping[str, Any], context: float) -> float
     else:
         widths = 2 * attention["head_dim"]
     return float(total + 2 * tokens * attention["num_qo_heads"] * widths)
+
+
+def _state_elements(attention: Mapping[str, Any]) -> int:
+    """The elements of a recurrent layer's state."""
+    dims = attention["key_head_dim"] * attention["value_head_dim"]
+    return int(attention["num_value_heads"] * dims)
 
 
 def _entries(attention: Mapping[str, Any], context: float) -> float:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("paceline")
 
-_PARSERS: Final = ("auto", "none", "hermes", "llama3_json", "gemma4", "openai")
+_PARSERS: Final = ("auto", "none", "hermes", "qwen3_coder", "llama3_json", "gemma4", "openai")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _MAX_TIMEOUT_S: Final = 86_400
 _MAX_REPLICAS: Final = 64
@@ -145,8 +145,8 @@ def _add_server_options(group: Any) -> None:
         "--tool-call-parser",
         choices=_PARSERS,
         default="auto",
-        help="format in which the model writes tool calls and reasoning: hermes, llama3_json, "
-        "gemma4, openai, none, or auto, as the chat template tells (default: auto)",
+        help="format in which the model writes tool calls and reasoning: hermes, qwen3_coder, "
+        "llama3_json, gemma4, openai, none, or auto, as the chat template tells (default: auto)",
     )
     group.add_argument(
         "--max-queue",

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from paceline._core import ModelFileError
 
@@ -13,6 +13,9 @@ from .family import LM_HEADS, Family, TensorSpec
 from .formats import FP8_DTYPE, PLAIN_DTYPES
 from .messages import name_some, quote
 from .tensor_source import TensorSource, Weights
+
+if TYPE_CHECKING:
+    from paceline import _core
 
 # The cure, in messages, for a drafter that was given as the target.
 CURE: Final = ": name it in speculative_config['model'], or after --draft of `paceline convert`"
@@ -27,7 +30,7 @@ class BoundTensor:
         shard: What holds it.
         source: Its full name there.
         dtype: The stored dtype, as safetensors spells it.
-        nbytes: The size as stored, in bytes.
+        nbytes: The size as stored, in bytes; with a part, that of the part.
     """
 
     spec: TensorSpec
@@ -35,6 +38,20 @@ class BoundTensor:
     source: str
     dtype: str
     nbytes: int
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes of the tensor; see `TensorSource.chunks`."""
+        chunks = self.shard.chunks(self.source)
+        part = self.spec.part
+        return chunks if part is None else part.cut(chunks, self.shard.info(self.source)[2])
+
+    def put(self, builder: _core.ModelBuilder) -> None:
+        """Fills its weight of a model; see `TensorSource.put`."""
+        part = self.spec.part
+        if part is None:
+            self.shard.put(builder, self.spec.name, self.source)
+        else:
+            self.shard.put_part(builder, self.spec.name, self.source, part)
 
 
 def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTensor, ...]:
@@ -71,11 +88,15 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
         dtype, shape, nbytes = shard.info(source)
         if dtype not in spec.dtypes:
             raise _wrong_dtype(f"{shard.path}: tensor {quote(source)}", dtype, spec, config_source)
-        if tuple(shape) != spec.shape:
+        allowed = spec.stored_shapes or (spec.shape,)
+        if tuple(shape) not in allowed:
             raise ModelFileError(
                 f"{shard.path}: tensor {quote(source)} has shape {list(shape)}; expected "
-                f"{list(spec.shape)} ({spec.shape_keys} of {config_source})"
+                f"{' or '.join(str(list(one)) for one in allowed)} ({spec.shape_keys} of "
+                f"{config_source})"
             )
+        if spec.part is not None:
+            nbytes = nbytes // spec.part.stored_rows * spec.part.rows
         bound.append(BoundTensor(spec, shard, source, dtype, nbytes))
     if missing:
         _raise_missing(missing, family, weights)

@@ -29,7 +29,6 @@ from .kinds import kind_of_config
 from .messages import model_name, quote, show
 from .section import Section
 from .state_dict import StateDict
-from .tensor_source import read_tensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -244,7 +243,7 @@ def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = T
             if opened.is_narrowed(tensor):
                 builder.put_array(tensor.spec.name, widened(tensor))
             else:
-                tensor.shard.put(builder, tensor.spec.name, tensor.source)
+                tensor.put(builder)
             bar.update(tensor.nbytes)
         for name, ids in opened.ids.items():
             builder.put_array(name, ids)
@@ -255,7 +254,7 @@ def widened(tensor: BoundTensor) -> npt.NDArray[np.float32]:
     """A tensor stored as F16, in float32, from which the library rounds to bfloat16."""
     import numpy as np
 
-    values = np.frombuffer(read_tensor(tensor.shard, tensor.source), np.float16)
+    values = np.frombuffer(b"".join(tensor.chunks()), np.float16)
     return values.astype(np.float32).reshape(tensor.spec.shape)
 
 

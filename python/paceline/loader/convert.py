@@ -311,7 +311,7 @@ def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: 
 
 
 def _chunks(tensor: BoundTensor, is_narrowed: bool, bar: Any) -> Iterator[bytes]:
-    for part in tensor.shard.chunks(tensor.source):
+    for part in tensor.chunks():
         yield _half_to_bfloat16(part) if is_narrowed else part
         bar.update(len(part))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Hugging Face checkpoints as canonical decoder descriptions and tensor names.
 
-Only this file, `gemma4.py`, `gpt_oss.py`, `deepseek.py` and `deepseek_v4.py` know the names of
-families of targets. Their result is the description and the tensor names of
+Only this file, `gemma4.py`, `gpt_oss.py`, `deepseek.py`, `deepseek_v4.py` and `qwen3_5.py` know the
+names of families of targets. Their result is the description and the tensor names of
 `docs/model-format.md`, and no later code depends on the family.
 """
 
@@ -36,6 +36,14 @@ from .quantization import (
     input_scales,
     read_quantization,
     with_formats,
+)
+from .qwen3_5 import (
+    QWEN3_5_ARCHITECTURES,
+    QWEN3_5_MOE_ARCHITECTURES,
+    QWEN3_NEXT_ARCHITECTURES,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
 )
 from .rope import read_rope, read_rope_by_layer_type
 
@@ -229,6 +237,9 @@ _FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
     "Glm4MoeLiteForCausalLM": glm4_moe_lite,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "DeepseekV4ForCausalLM": deepseek_v4,
+    **dict.fromkeys(QWEN3_5_ARCHITECTURES, qwen3_5),
+    **dict.fromkeys(QWEN3_5_MOE_ARCHITECTURES, qwen3_5_moe),
+    **dict.fromkeys(QWEN3_NEXT_ARCHITECTURES, qwen3_next),
 }
 
 # The "model_type" of each supported architecture.
@@ -243,6 +254,9 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV4ForCausalLM": "deepseek_v4",
+    **QWEN3_5_ARCHITECTURES,
+    **QWEN3_5_MOE_ARCHITECTURES,
+    **QWEN3_NEXT_ARCHITECTURES,
 }
 
 

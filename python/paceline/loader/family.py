@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,51 @@ LM_HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 @dataclass(frozen=True)
+class RowPart:
+    """Some rows of a tensor: the same ones of each of several equal groups of its rows.
+
+    Attributes:
+        groups: How many groups there are.
+        each: The rows of a group.
+        first: The first row of each group that belongs to the part.
+        count: How many rows of each group do.
+    """
+
+    groups: int
+    each: int
+    first: int
+    count: int
+
+    @property
+    def rows(self) -> int:
+        """The rows of the part."""
+        return self.groups * self.count
+
+    @property
+    def stored_rows(self) -> int:
+        """The rows of the tensor."""
+        return self.groups * self.each
+
+    def cut(self, chunks: Iterable[bytes], nbytes: int) -> Iterator[bytes]:
+        """The bytes of the part.
+
+        Args:
+            chunks: The bytes of the tensor, piece by piece.
+            nbytes: How many there are.
+        """
+        row = nbytes // self.stored_rows
+        group, low, high = self.each * row, self.first * row, (self.first + self.count) * row
+        at = 0
+        for chunk in chunks:
+            end = at + len(chunk)
+            for begin in range(at // group * group, end, group):
+                first, last = max(at, begin + low), min(end, begin + high)
+                if first < last:
+                    yield chunk[first - at : last - at]
+            at = end
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """A tensor that a model needs.
 
@@ -22,8 +67,11 @@ class TensorSpec:
         name: The canonical name.
         source: The name in the checkpoint, after the prefix; the lm_head has no prefix.
         shape: The required shape.
-        shape_keys: The shape in terms of keys of `config.json`, for messages.
+        shape_keys: The shape in terms of keys of `config.json`, for messages; with a part, that of
+            the stored tensor.
         dtypes: The dtypes that it may be stored in.
+        part: The rows of the stored tensor that it consists of; None: all of it.
+        stored_shapes: The shapes that the stored tensor may have; empty: `shape`.
     """
 
     name: str
@@ -31,6 +79,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     shape_keys: str
     dtypes: tuple[str, ...] = PLAIN_DTYPES
+    part: RowPart | None = None
+    stored_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_matrix(self) -> bool:
@@ -43,8 +93,8 @@ class Family:
     """A decoder of one family, translated.
 
     Attributes:
-        name: "llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3" or
-            "deepseek_v4"; for a draft head, its kind.
+        name: "llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3",
+            "deepseek_v4", "qwen3_5", "qwen3_5_moe" or "qwen3_next"; for a draft head, its kind.
         architecture: The class name in `config.json`.
         config: The canonical description, for float32 weights; see `config_for`.
         tensors: Every tensor the model needs.

@@ -4,6 +4,8 @@
 GLM-4.7-Flash and DeepSeek-V3 have one layer after the last one of the decoder. It predicts one
 token more than the target does, and drafts any number when it reads its own output. It is in the
 target's own files, and uses the target's embeddings and lm_head where they hold copies of them.
+That of Qwen3.5 and Qwen3-Next has names of its own, and full attention whatever the target's layers
+have.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, Final
 
 from paceline._core import ModelFileError
 
-from . import deepseek_v4
+from . import deepseek_v4, qwen3_5, qwen3_5_tensors
 from .binding import same_bytes
 from .decoder_tensors import tensor_spec
 from .deepseek import num_mtp_layers
@@ -31,9 +33,12 @@ MTP_ARCHITECTURES: Final = (
     "Glm4MoeLiteForCausalLM",
     "DeepseekV3ForCausalLM",
     deepseek_v4.ARCHITECTURE,
+    *qwen3_5.ARCHITECTURES,
 )
 # In published files of DeepSeek-V4.
 _V4_LAYER: Final = "mtp."
+# In files of Qwen3.5 and Qwen3-Next, without any prefix.
+_QWEN_PART: Final = "mtp."
 
 
 def check_has_mtp(top: Section) -> HfConfig:
@@ -49,7 +54,11 @@ def check_has_mtp(top: Section) -> HfConfig:
             f"{top.source}: method {MTP!r} needs a target with an MTP layer, but it is "
             f"{hf.architecture!r}; supported: {', '.join(MTP_ARCHITECTURES)}"
         )
-    key, count = num_mtp_layers(hf.text)
+    if hf.architecture in qwen3_5.ARCHITECTURES:
+        qwen3_5.check_mtp_settings(hf.text)
+        key, count = qwen3_5.num_mtp_layers(hf.text)
+    else:
+        key, count = num_mtp_layers(hf.text)
     if count != 1:
         raise hf.text.refusal(key, "1 layer")
     return hf
@@ -77,6 +86,8 @@ def translate_mtp(
     hf = check_has_mtp(top)
     whole = translate(hf)
     check_same_model(top, hf, whole, target, "it is the layer")
+    if hf.architecture in qwen3_5.ARCHITECTURES:
+        return _translate_qwen3_5(top, hf, whole, target, weights)
     if hf.architecture == deepseek_v4.ARCHITECTURE:
         return _translate_v4(top, hf, whole, target, weights)
     number = target.num_layers
@@ -180,9 +191,54 @@ def _translate_v4(
     return family, WeightMap(where, found)
 
 
-def _missing_layer(where: str, layer: str) -> ModelFileError:
+def _translate_qwen3_5(
+    top: Section, hf: HfConfig, whole: Family, target: Target, weights: Weights | None
+) -> tuple[Family, WeightMap]:
+    """Translates `mtp` of Qwen3.5, which shares embeddings and lm_head with its target."""
+    where = "" if weights is None else weights.where
+    found: dict[str, TensorSource] = {}
+    if weights is not None:
+        found = {name: s for name, s in weights.owners.items() if name.startswith(_QWEN_PART)}
+        if not found:
+            key = qwen3_5.num_mtp_layers(hf.text)[0]
+            stated = f', which key "{hf.text.name(key)}" of {hf.source} counts'
+            raise _missing_layer(where, _QWEN_PART, stated if hf.text.has(key) else "")
+    shape = qwen3_5.read_shape(hf)
+    is_dense = shape.experts is None
+
+    def family(others: tuple[Family, ...], *, is_per_expert: bool) -> Family:
+        layer = {
+            "attention": qwen3_5.describe_attention(shape),
+            "mlp": qwen3_5.describe_mlp(shape, is_dense=is_dense, is_per_expert=is_per_expert),
+        }
+        config = _describe(whole, layer, target, (), norm_output=True)
+        check_description(config, (hf.text, top))
+        hidden, both = shape.hidden, (2 * shape.sizes.hidden, "2 * hidden_size")
+        specs = [tensor_spec("fc.weight", "fc.weight", hidden, both)]
+        specs += [
+            tensor_spec(f"{name}.weight", f"{source}.weight", hidden)
+            for name, source in (
+                ("fc_norm.0", "pre_fc_norm_embedding"),
+                ("fc_norm.1", "pre_fc_norm_hidden"),
+                ("final_norm", "norm"),
+            )
+        ]
+        specs += qwen3_5_tensors.full_layer_tensors(
+            shape, "layers.0.", "layers.0.", is_dense=is_dense, is_per_expert=is_per_expert
+        )
+        return Family(
+            MTP, hf.architecture, config, tuple(specs), prefixes=(_QWEN_PART,), others=others
+        )
+
+    others = () if is_dense else (family((), is_per_expert=True),)
+    translated = family(others, is_per_expert=False)
+    return translated.for_tensors(found), WeightMap(where, found)
+
+
+def _missing_layer(where: str, layer: str, stated: str = "") -> ModelFileError:
     return ModelFileError(
-        f"{where}: there are no tensors {layer + '*'!r}, the MTP layer that method {MTP!r} needs; "
+        f"{where}: there are no tensors {layer + '*'!r}, the MTP layer that method {MTP!r} needs"
+        f"{stated}; "
         "expected a checkpoint with it, as published (transformers leaves it out when it saves a "
         "model)"
     )

@@ -166,6 +166,45 @@ def read_rope(
     return _rope(text, parameters, scaling, "rope_theta", default_theta)
 
 
+def read_partial_rope(
+    text: Section, default_theta: float, *, default_partial: float
+) -> tuple[RopeSettings, float]:
+    """The rotary embedding of a model that rotates the first part of each head.
+
+    Args:
+        text: The decoder's part of the configuration.
+        default_theta: The base that applies where the file names none.
+        default_partial: The part of a head that is rotated where the file names none.
+
+    Returns:
+        The settings, and the part of a head that is rotated, above 0 and up to 1.
+
+    Raises:
+        ModelFileError: A key has a wrong value, or two keys contradict each other.
+        NotImplementedError: The kind of scaling is not supported.
+    """
+    key = "partial_rotary_factor"
+    spellings = ("rope_parameters", "rope_scaling")
+    sections = [text, *filter(None, map(text.section, spellings))]
+    stated = [section for section in sections if section.has(key)]
+    for section in stated:
+        partial = section.number(key)
+        if partial > 1.0:
+            raise section.error(key, "a number above 0 and up to 1")
+        if partial != stated[0].number(key):
+            raise section.error(
+                key, f'{stated[0].number(key)}, as "{stated[0].name(key)}" says, or one of the keys'
+            )
+    # What is left describes the rotation of a head of that size.
+    values = {name: value for name, value in text.values.items() if name != key}
+    for name in spellings:
+        inner = text.section(name)
+        if inner is not None:
+            values[name] = {k: v for k, v in inner.values.items() if k != key}
+    rope = read_rope(Section(values, text.source, text.path), default_theta)
+    return rope, stated[0].number(key) if stated else default_partial
+
+
 def read_rope_by_layer_type(
     text: Section, default_theta: Mapping[str, float]
 ) -> dict[str, RopeSettings]:

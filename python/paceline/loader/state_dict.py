@@ -15,6 +15,7 @@ from paceline import _core
 from paceline._core import ModelFileError
 from paceline.checks import shorten
 
+from .family import RowPart
 from .messages import quote
 from .section import Section
 from .tensor_source import TensorSource
@@ -102,6 +103,15 @@ class MemoryTensors:
     def put(self, builder: _core.ModelBuilder, weight: str, name: str) -> None:
         """See `TensorSource.put`."""
         builder.put_dlpack(weight, self.tensor(name))
+
+    def put_part(self, builder: _core.ModelBuilder, weight: str, name: str, part: RowPart) -> None:
+        """See `TensorSource.put_part`."""
+        builder.put_dlpack(weight, self.part(name, part))
+
+    def part(self, name: str, part: RowPart | None) -> _core.Tensor:
+        """Some rows of a tensor, or all of it; raises as `tensor` does."""
+        whole = self.tensor(name)
+        return whole if part is None else whole.rows(part.groups, part.first, part.count)
 
 
 class StateDict:

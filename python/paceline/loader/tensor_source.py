@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from paceline import _core
 
+    from .family import RowPart
+
 
 class TensorSource(Protocol):
     """Holds tensors by their names in Hugging Face checkpoints."""
@@ -43,6 +45,9 @@ class TensorSource(Protocol):
         Raises:
             ModelFileError: The tensor cannot be read.
         """
+
+    def put_part(self, builder: _core.ModelBuilder, weight: str, name: str, part: RowPart) -> None:
+        """Fills a weight of a model with some rows of a tensor; see `put`."""
 
 
 class Weights(Protocol):

@@ -16,6 +16,7 @@ from typing import Final
 from paceline import _core
 from paceline._core import ModelFileError, ModelNotFoundError
 
+from .family import RowPart
 from .files import exists, open_regular
 from .messages import name_some, quote, shorten, show
 from .section import read_json_object
@@ -63,6 +64,10 @@ class Shard:
     def put(self, builder: _core.ModelBuilder, weight: str, name: str) -> None:
         """See `TensorSource.put`."""
         builder.put_tensor(weight, self.file, name)
+
+    def put_part(self, builder: _core.ModelBuilder, weight: str, name: str, part: RowPart) -> None:
+        """See `TensorSource.put_part`."""
+        builder.put_rows(weight, self.file, name, part.groups, part.first, part.count)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -204,7 +205,7 @@ def read_chat(
     tools, calls = take_tools(fields, model.text_format)
     arguments["tools"] = tools
     make_parser, default = message_form(
-        fields, model.params, take_structured(fields), calls, model.text_format, arguments
+        fields, model.params, take_structured(fields), calls, model, arguments
     )
     wants_logprobs = fields.take_bool("logprobs")
     num_logprobs = fields.take_int("top_logprobs", 0, MAX_LOGPROBS)
@@ -322,7 +323,7 @@ def message_form(
     default: SamplingParams,
     structured: StructuredOutputsParams | None,
     calls: StructuredOutputsParams | None,
-    text_format: Format | None,
+    model: ServedModel,
     arguments: Mapping[str, Any],
 ) -> tuple[Callable[[], Parser], SamplingParams]:
     """Decides what a message must look like and how its text is divided.
@@ -332,7 +333,7 @@ def message_form(
         default: The parameters.
         structured: What the fields say of the output.
         calls: The grammar of required calls.
-        text_format: How the model writes messages.
+        model: The model.
         arguments: The `template_arguments` of `ChatCall`.
 
     Returns:
@@ -342,6 +343,7 @@ def message_form(
     Raises:
         ApiError: The form of the output contradicts the tools.
     """
+    text_format = model.text_format
     has_tools = arguments["tools"] is not None
     if structured is not None and has_tools:
         raise refusal(
@@ -362,7 +364,14 @@ def message_form(
     if text_format.is_always_read:
         fields.take("skip_special_tokens")
         default = dataclasses.replace(default, skip_special_tokens=False)
-    return text_format.make, default
+    # A form that is required begins with the output.
+    is_thinking = (
+        structured is None
+        and arguments.get("add_generation_prompt", True)
+        and model.thinking.begins_with(arguments.get("chat_template_kwargs"))
+    )
+    tools = arguments["tools"] or ()
+    return functools.partial(text_format.make, tools, is_thinking=is_thinking), default
 
 
 def single_wishes(

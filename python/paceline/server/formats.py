@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from paceline.server.gemma_calls import read_gemma_call
+from paceline.server.qwen_calls import read_qwen_call
 
 
 class Part(NamedTuple):
@@ -54,20 +55,32 @@ class TagParser(Parser):
     """Calls between tags, and reasoning between others."""
 
     def __init__(
-        self, call_tags: tuple[str, str], read_call: ReadCall, thought_tags: tuple[str, str] | None
+        self,
+        call_tags: tuple[str, str],
+        read_call: ReadCall,
+        thought_tags: tuple[str, str] | None,
+        *,
+        is_thinking: bool = False,
+        drops_breaks: bool = False,
     ) -> None:
-        """Starts outside of all tags.
+        """Starts outside of all tags, or in reasoning.
 
         Args:
             call_tags: Before and after a call.
             read_call: Reads what is between them; None if it is no call.
             thought_tags: Before and after reasoning; None if there are none.
+            is_thinking: The prompt ends with the tag before reasoning.
+            drops_breaks: Line breaks beside the tags of reasoning belong to them.
         """
         self._call_tags = call_tags
         self._read_call = read_call
         self._thought_tags = thought_tags
         self._opening = [call_tags[0], *([thought_tags[0]] if thought_tags else [])]
-        self._open: str | None = None  # the tag that the text is behind
+        # The tag that the text is behind.
+        self._open = thought_tags[0] if thought_tags and is_thinking else None
+        self._drops_breaks = drops_breaks
+        self._is_after_tag = drops_breaks and is_thinking
+        self._breaks = ""  # of reasoning, which are dropped at its end
         self._text = ""  # not given yet
         self._space = ""  # whitespace, which is dropped before a call
 
@@ -88,6 +101,7 @@ class TagParser(Parser):
                 self._add_content(parts, self._text[:at])
                 self._text = self._text[at + len(tag) :]
                 self._open = tag
+                self._is_after_tag = self._drops_breaks and tag != self._call_tags[0]
                 return True
             kept = _held_back(self._text, self._opening)
             self._add_content(parts, self._text[: len(self._text) - kept])
@@ -98,8 +112,7 @@ class TagParser(Parser):
         at = self._text.find(closing)
         if not is_call:
             end = len(self._text) - _held_back(self._text, [closing]) if at < 0 else at
-            if end:
-                parts.append(Part("reasoning", self._text[:end]))
+            self._add_reasoning(parts, self._text[:end])
         if at < 0:
             self._text = self._text if is_call else self._text[end:]
             return False
@@ -107,9 +120,24 @@ class TagParser(Parser):
             self._add_call(parts, self._text[:at], closing)
         self._text = self._text[at + len(closing) :]
         self._open = None
+        self._is_after_tag = self._drops_breaks and not is_call
+        self._breaks = ""
         return True
 
+    def _add_reasoning(self, parts: list[Part], text: str) -> None:
+        if self._drops_breaks:
+            text = self._breaks + text
+            bare = text.rstrip("\n")
+            self._breaks = text[len(bare) :]
+            text = bare.lstrip("\n") if self._is_after_tag else bare
+            self._is_after_tag = self._is_after_tag and not text
+        if text:
+            parts.append(Part("reasoning", text))
+
     def _add_content(self, parts: list[Part], text: str) -> None:
+        if self._is_after_tag:
+            text = text.lstrip("\n")
+            self._is_after_tag = not text
         text = self._space + text
         bare = text.rstrip()
         self._space = text[len(bare) :]
@@ -135,8 +163,8 @@ class TagParser(Parser):
         elif self._open == self._call_tags[0]:
             # An end-of-sequence token may take the place of the closing tag.
             self._add_call(parts, rest, "")
-        elif rest:
-            parts.append(Part("reasoning", rest))
+        else:
+            self._add_reasoning(parts, rest)
         return parts
 
 
@@ -298,6 +326,18 @@ class HarmonyParser(Parser):
 # ---- which one -----------------------------------------------------------------------------------
 
 
+class MakeParser(Protocol):
+    """Makes a parser for one output."""
+
+    def __call__(self, tools: Sequence[Any] = (), *, is_thinking: bool = False) -> Parser:
+        """Makes it.
+
+        Args:
+            tools: Those that may be called.
+            is_thinking: The prompt ends within reasoning.
+        """
+
+
 class Format(NamedTuple):
     """How a family writes.
 
@@ -305,11 +345,18 @@ class Format(NamedTuple):
         name: Its name, vLLM's where there is one.
         make: Makes a parser for one output.
         is_always_read: Whether it is there without tools too. Its tags are special tokens.
+        thought: The tag before reasoning, if a prompt may end with it; empty if none does.
     """
 
     name: str
-    make: Callable[[], Parser]
+    make: MakeParser
     is_always_read: bool
+    thought: str = ""
+
+
+def _of(make: Callable[[], Parser]) -> MakeParser:
+    """A format whose parser needs to know nothing."""
+    return lambda tools=(), *, is_thinking=False: make()
 
 
 def _gemma_parser() -> Parser:
@@ -320,17 +367,28 @@ def _gemma_parser() -> Parser:
     )
 
 
+def _hermes_parser() -> Parser:
+    return TagParser(("<tool_call>", "</tool_call>"), read_json_call, None)
+
+
+def _qwen_parser(tools: Sequence[Any] = (), *, is_thinking: bool = False) -> Parser:
+    return TagParser(
+        ("<tool_call>", "</tool_call>"),
+        lambda text: None if (call := read_qwen_call(text, tools)) is None else Part("call", *call),
+        ("<think>", "</think>"),
+        is_thinking=is_thinking,
+        drops_breaks=True,
+    )
+
+
 FORMATS: Final[Mapping[str, Format]] = {
     one.name: one
     for one in (
-        Format(
-            "hermes",
-            lambda: TagParser(("<tool_call>", "</tool_call>"), read_json_call, None),
-            False,
-        ),
-        Format("llama3_json", JsonParser, False),
-        Format("gemma4", _gemma_parser, True),
-        Format("openai", HarmonyParser, True),
+        Format("hermes", _of(_hermes_parser), False),
+        Format("qwen3_coder", _qwen_parser, True, "<think>"),
+        Format("llama3_json", _of(JsonParser), False),
+        Format("gemma4", _of(_gemma_parser), True),
+        Format("openai", _of(HarmonyParser), True),
     )
 }
 
@@ -341,8 +399,8 @@ def format_of(template: str) -> Format | None:
         return FORMATS["openai"]
     if "<|tool_call>" in template:
         return FORMATS["gemma4"]
-    if "<tool_call>" in template and "<function=" not in template:
-        return FORMATS["hermes"]
+    if "<tool_call>" in template:
+        return FORMATS["qwen3_coder" if "<function=" in template else "hermes"]
     if "<|start_header_id|>" in template and "tools" in template:
         return FORMATS["llama3_json"]
     return None

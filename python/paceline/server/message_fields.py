@@ -71,7 +71,7 @@ def read_message(
         raise refusal("max_tokens is missing; allowed: an integer of at least 1", "max_tokens")
     default = dataclasses.replace(model.params, max_tokens=most)
     make_parser, default = message_form(
-        fields, default, prompt.structured, prompt.calls, model.text_format, prompt.arguments
+        fields, default, prompt.structured, prompt.calls, model, prompt.arguments
     )
     stops = _take_stops(fields)
     wishes = single_wishes(fields, default, _SAMPLING, stop=stops)

@@ -79,9 +79,7 @@ def read_response(
         ),
         "tools": tools,
     }
-    make_parser, default = message_form(
-        fields, model.params, structured, calls, model.text_format, arguments
-    )
+    make_parser, default = message_form(fields, model.params, structured, calls, model, arguments)
     most = fields.take_int("max_output_tokens", 1, MAX_INT)
     if most is not None:
         default = dataclasses.replace(default, max_tokens=most)

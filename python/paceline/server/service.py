@@ -148,7 +148,9 @@ class Service:
         if tool_call_parser == "auto":
             self.text_format = format_of(self.chat_templates.find_text(has_tools=True) or "")
         self.thinking = thinking_of(
-            self.chat_templates.find_variables(has_tools=True), self.text_format
+            self.chat_templates.find_variables(has_tools=True),
+            self.text_format,
+            self._render_question,
         )
         self.has_access_log = has_access_log
         self.traces = traces
@@ -161,6 +163,11 @@ class Service:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-responses")
         self._tokenizers = ThreadPoolExecutor(2, thread_name_prefix="paceline-tokens")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-replicas")
+
+    def _render_question(self, variables: dict[str, Any]) -> str:
+        """Renders a prompt with the values of some variables of the chat template."""
+        question = [{"role": "user", "content": "?"}]
+        return self.chat_templates.render(question, chat_template_kwargs=variables)[0]
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 if a request names another model; None = it names none."""

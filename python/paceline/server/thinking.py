@@ -4,7 +4,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from paceline.checks import shorten
@@ -23,25 +23,51 @@ class Thinking(NamedTuple):
     Attributes:
         efforts: The values of its variable `reasoning_effort`; empty if it has none.
         switch: The name of its variable that switches thinking on and off; None if it has none.
+        begins: Whether a prompt ends with the tag before reasoning: without the switch, with it on,
+            with it off.
     """
 
     efforts: tuple[str, ...] = ()
     switch: str | None = None
+    begins: tuple[bool, bool, bool] = (False, False, False)
+
+    def begins_with(self, variables: Mapping[str, Any] | None) -> bool:
+        """Returns whether the prompt of a request ends with the tag before reasoning.
+
+        Args:
+            variables: Those of the chat template; None = there are none.
+        """
+        value = (variables or {}).get(self.switch or "")
+        return self.begins[1 if value is True else 2 if value is False else 0]
 
 
-def thinking_of(variables: Collection[str], text_format: Format | None) -> Thinking:
+def thinking_of(
+    variables: Collection[str],
+    text_format: Format | None,
+    render: Callable[[dict[str, Any]], str] | None = None,
+) -> Thinking:
     """Finds out how a template's thinking is chosen.
 
     Args:
         variables: The variables that the template reads.
         text_format: How the model writes messages; None = unknown.
+        render: Renders a prompt with the values of some variables; None = there is no template.
     """
     is_harmony = text_format is not None and text_format.name == "openai"
     efforts = _EFFORTS_OF_HARMONY if is_harmony else EFFORTS
-    return Thinking(
-        efforts if _EFFORT in variables else (),
-        next((name for name in _SWITCHES if name in variables), None),
-    )
+    switch = next((name for name in _SWITCHES if name in variables), None)
+
+    def begins(given: dict[str, Any]) -> bool:
+        if render is None or text_format is None or not text_format.thought:
+            return False
+        try:
+            return render(given).rstrip().endswith(text_format.thought)
+        except ValueError:  # a request tells it
+            return False
+
+    states = [{}, *({switch: state} if switch else {} for state in (True, False))]
+    without, on, off = map(begins, states)
+    return Thinking(efforts if _EFFORT in variables else (), switch, (without, on, off))
 
 
 def with_effort(

@@ -40,12 +40,20 @@ constexpr size_t kMissingNamed = 8;  // in the message about missing weights
 
 constexpr std::string_view kTokenMap = "draft_to_target";
 
+// Whether a tensor of a matrix has its rows in groups, [groups, rows of each, columns].
+[[nodiscard]] bool has_grouped_rows(const NamedWeight& named, std::span<const int64_t> shape) {
+  const std::span<const int64_t> dims = named.dims();
+  const bool is_matrix = named.kind == WeightKind::kNumbers || named.kind == WeightKind::kCodes;
+  return is_matrix && dims.size() == 2 && shape.size() == 3 && shape[0] > 0 &&
+         dims[0] % shape[0] == 0 && dims[0] / shape[0] == shape[1] && dims[1] == shape[2];
+}
+
 // A tensor of any rank as matrices. The columns are its last axis; the other axes become rows and,
 // where those do not follow each other at one distance, matrices. Throws InvalidArgument when that
 // is not enough.
-[[nodiscard]] SourceTensor source_tensor(const NamedWeight& named, std::span<const int64_t> strides,
-                                         const void* data) {
-  const std::span<const int64_t> shape = named.dims();
+[[nodiscard]] SourceTensor source_tensor(const NamedWeight& named, std::span<const int64_t> given,
+                                         std::span<const int64_t> strides, const void* data) {
+  const std::span<const int64_t> shape = has_grouped_rows(named, given) ? given : named.dims();
   std::vector<int64_t> split_strides;
   if (named.dtype == DType::kUInt8 && named.kind == WeightKind::kCodes && !strides.empty() &&
       strides.size() + 1 == shape.size()) {  // has_joined_blocks
@@ -227,7 +235,8 @@ struct ModelBuilder::Impl {
     NamedWeight& named = named_weights[found->second];
     if (named.is_filled)
       throw InvalidArgument(concat(quoted(name), " is put twice; allowed: once"));
-    if (!std::ranges::equal(shape, named.dims()) && !has_joined_blocks(named, shape)) {
+    if (!std::ranges::equal(shape, named.dims()) && !has_joined_blocks(named, shape) &&
+        !has_grouped_rows(named, shape)) {
       throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
                                    "; allowed: ", shape_text(named.dims())));
     }
@@ -295,7 +304,7 @@ struct ModelBuilder::Impl {
     if (named.kind == WeightKind::kIds || named.kind == WeightKind::kFp8Scales) {
       std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
       read_bytes(0, bytes);
-      const SourceTensor source = source_tensor(named, /*strides=*/{}, bytes.data());
+      const SourceTensor source = source_tensor(named, named.dims(), /*strides=*/{}, bytes.data());
       const CheckedValues values = checked_values(named, source, dtype, Device::kCpu);
       return write(named, source, dtype, Device::kCpu, values);
     }
@@ -357,7 +366,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
   at_boundary([&] {
     Impl& impl = open(impl_);
     NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
-    const SourceTensor tensor = source_tensor(named, strides, data);
+    const SourceTensor tensor = source_tensor(named, shape, strides, data);
     const CheckedValues values = impl.checked_values(named, tensor, dtype, source);
     impl.write(named, tensor, dtype, source, values);
     named.is_filled = true;
@@ -422,7 +431,7 @@ void update_models(std::span<const ModelUpdate> updates) {
       for (const NamedTensor& t : update.tensors) {
         NamedWeight& named = impl.unfilled_weight(t.name, t.dtype, t.shape);
         named.is_filled = true;
-        const SourceTensor source = source_tensor(named, t.strides, t.data);
+        const SourceTensor source = source_tensor(named, t.shape, t.strides, t.data);
         writes.push_back({.impl = &impl,
                           .named = &named,
                           .source = source,

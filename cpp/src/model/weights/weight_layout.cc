@@ -251,7 +251,8 @@ void Carver::table(const std::byte*& table, const WeightPart& part, int64_t cols
 
 void Carver::floats(const float*& matrix, const WeightPart& part, int64_t cols) {
   matrix = reinterpret_cast<const float*>(open());
-  add({.name = part.name, .shape = {part.rows, cols}, .rank = 2});
+  // One column is a vector.
+  add({.name = part.name, .shape = {part.rows, cols}, .rank = cols == 1 ? size_t{1} : size_t{2}});
 }
 
 void Carver::tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional) {

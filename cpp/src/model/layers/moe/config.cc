@@ -52,9 +52,10 @@ MoeMlp read_mixture(const Json& json, int32_t hidden) {
                                                      "has_router_bias"};
   constexpr std::array<std::string_view, 5> kOfScores = {
       "num_groups", "top_groups", "normalises_weights", "weight_scale", "has_token_experts"};
-  constexpr std::array<std::string_view, 13> kOptional = {
-      "alpha",      "limit",      "interleaved", "transposed", "gate_up",    "down",  "per_expert",
-      kOfScores[0], kOfScores[1], kOfScores[2],  kOfScores[3], kOfScores[4], "shared"};
+  constexpr std::array<std::string_view, 14> kOptional = {
+      "alpha",      "limit",      "interleaved", "transposed", "gate_up",
+      "down",       "per_expert", kOfScores[0],  kOfScores[1], kOfScores[2],
+      kOfScores[3], kOfScores[4], "shared",      "shared_gate"};
   json.check_keys(kKeys, kOptional);
   MoeMlp mlp;
   mlp.num_experts = read_int(json, "num_experts", 1, kMaxExperts);
@@ -103,6 +104,8 @@ MoeMlp read_mixture(const Json& json, int32_t hidden) {
   if (const std::optional<Json> shared = json.find("shared")) {
     mlp.shared = read_dense(*shared, hidden);
   }
+  mlp.has_shared_gate = read_switch(json, "shared_gate");
+  if (mlp.has_shared_gate && !mlp.shared) json.at("shared_gate").refuse("false without shared");
   return mlp;
 }
 

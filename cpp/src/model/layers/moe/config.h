@@ -19,6 +19,7 @@ struct MoeMlp {
   DenseMlp expert;          // each of them
   // A further expert that every row visits. The sum begins with its output.
   std::optional<DenseMlp> shared;
+  bool has_shared_gate = false;  // that output is multiplied by sigmoid(shared_gate x), a number
   RouterRule router = RouterRule::kSoftmaxOfChosen;
   ScoreRouting scoring;  // of rules with scores
   // kSqrtSoftplus: a table has the experts of each token, instead of a correction.

@@ -20,6 +20,7 @@ void MoeWidths::merge(const MoeMlp& mlp, const ScratchSizes& sizes) {
   top_k = std::max(top_k, places);
   expert_output = std::max(expert_output, places * sizes.hidden);
   has_joined = has_joined || mlp.joins_shared();
+  has_shared_gate = has_shared_gate || mlp.has_shared_gate;
 }
 
 MoeScratch MoeWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) const {
@@ -34,6 +35,7 @@ MoeScratch MoeWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) co
           .expert_begin = ints(num_experts + 2),
           .source_row = ints(rows * top_k + joined_rows),
           .expert_row = ints(rows * top_k),
+          .shared_gate = has_shared_gate ? floats(rows) : nullptr,
           .output = arena.allocate<std::byte>(outputs * dtype_bytes(dtype), "activations")};
 }
 
@@ -49,6 +51,13 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
   const int32_t max_expert_rows = rows.capacity * (m.top_k + (is_joined ? 1 : 0));
   // First, because it uses the buffers of the experts.
   if (m.shared && !is_joined) static_cast<void>(run_mlp(ctx, *m.shared, w.shared, pass));
+  if (m.has_shared_gate) {
+    project(ctx, row_count(rows), w.shared_gate,
+            {.x = activations.normed,
+             .y = a.shared_gate,
+             .x_dtype = dtype,
+             .y_dtype = DType::kFloat32});
+  }
   ctx.run(run_router, RouterParams{.product = {.num_rows = rows.num_rows,
                                                .max_rows = rows.capacity,
                                                .x = activations.normed,
@@ -128,7 +137,8 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
                               .hidden = pass.config.hidden,
                               .dtype = dtype,
                               .base = m.shared && !is_joined ? activations.branch : nullptr,
-                              .has_shared = is_joined};
+                              .has_shared = is_joined,
+                              .base_gate = m.has_shared_gate ? a.shared_gate : nullptr};
 }
 
 template std::optional<CombineExpertsParams> run_mlp<CpuContext>(CpuContext&, const MoeMlp&,

@@ -22,6 +22,7 @@ struct MoeScratch {
   int32_t* expert_begin;  // [num_experts + 2]
   int32_t* source_row;    // [expert rows]
   int32_t* expert_row;    // [rows, top_k]
+  float* shared_gate;     // [rows], with MoeMlp::has_shared_gate
   void* output;           // [expert rows, hidden] dtype of the activations
 };
 struct MoeWidths {
@@ -31,6 +32,7 @@ struct MoeWidths {
   int64_t top_k = 0;
   int64_t expert_output = 0;  // of all places of a row
   bool has_joined = false;    // whether a shared expert has expert rows
+  bool has_shared_gate = false;
 
   void merge(const MoeMlp& mlp, const ScratchSizes& sizes);
   [[nodiscard]] MoeScratch allocate(DeviceArena& arena, int64_t rows, DType dtype) const;

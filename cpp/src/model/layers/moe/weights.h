@@ -22,6 +22,7 @@ struct MoeMlpWeights {
   // Absent without MoeMlp::shared. With MoeMlp::joins_shared they are matrix num_experts of gate_up
   // and down, too.
   DenseMlpWeights shared;
+  Linear shared_gate;  // [1, hidden], with MoeMlp::has_shared_gate
 };
 
 template <>
@@ -81,6 +82,12 @@ void visit_kind_weights(const MoeMlp& mlp, const WeightSizes& sizes, Weights& we
   if (mlp.shared) {
     visit_gated_unit(*mlp.shared, name + "shared.", mlp.joins_shared() ? name + "experts." : "",
                      hidden, weights.shared, visit);
+  }
+  if (mlp.has_shared_gate) {
+    visit.linear(weights.shared_gate, {.name = name + "shared_gate",
+                                       .parts = {{name + "shared_gate", 1}},
+                                       .cols = hidden,
+                                       .has_float_output = true});
   }
 }
 

@@ -55,8 +55,9 @@ MultiHeadAttention MultiHeadAttention::read(const Json& json, const DecoderConfi
   constexpr std::array<std::string_view, 11> kKeys = {
       "kind",     "window", "num_qo_heads", "num_kv_heads", "head_dim",  "scale",
       "soft_cap", "rope",   "has_qk_norm",  "has_qkv_bias", "has_o_bias"};
-  constexpr std::array<std::string_view, 7> kOptional = {
-      "has_v_norm", "k_eq_v", "kv_source", "reads_target", "has_sinks", "qkv", "o"};
+  constexpr std::array<std::string_view, 9> kOptional = {
+      "has_v_norm",      "k_eq_v",        "kv_source", "reads_target", "has_sinks", "qkv",
+      "has_output_gate", "rope_head_dim", "o"};
   const bool reads_target = config.drafter && config.drafter->kind == DrafterKind::kGemma4Mtp;
   json.check_keys(kKeys, kOptional);
   MultiHeadAttention attention;
@@ -70,7 +71,14 @@ MultiHeadAttention MultiHeadAttention::read(const Json& json, const DecoderConfi
   if (attention.head_dim % 2 != 0) json.at("head_dim").refuse("an even number");
   attention.scale = read_positive(json.at("scale"));
   attention.soft_cap = read_cap(json.at("soft_cap"));
-  attention.rope = read_rope_index(json, config.ropes, attention.head_dim, "head_dim",
+  attention.rope_head_dim = attention.head_dim;
+  const std::optional<Json> rope_head_dim = json.find("rope_head_dim");
+  if (rope_head_dim) {
+    attention.rope_head_dim = read_int(json, "rope_head_dim", 2, attention.head_dim);
+    if (attention.rope_head_dim % 2 != 0) rope_head_dim->refuse("an even number");
+  }
+  attention.rope = read_rope_index(json, config.ropes, attention.rope_head_dim,
+                                   rope_head_dim ? "rope_head_dim" : "head_dim",
                                    /*allows_interleaved=*/false);
   attention.has_qk_norm = json.at("has_qk_norm").as_bool();
   attention.has_qkv_bias = json.at("has_qkv_bias").as_bool();
@@ -99,6 +107,10 @@ MultiHeadAttention MultiHeadAttention::read(const Json& json, const DecoderConfi
   }
   attention.has_sinks = read_switch(json, "has_sinks");
   const size_t index = config.layers.size();
+  attention.has_output_gate = read_switch(json, "has_output_gate");
+  if (attention.has_output_gate && config.qkv_inputs(index) != config.hidden) {
+    json.at("has_output_gate").refuse("false in the first layer of a drafter of kind 'eagle3'");
+  }
   attention.qkv = read_format(json, "qkv", {"hidden_size", config.qkv_inputs(index)},
                               /*is_of_experts=*/false);
   attention.o = read_format(

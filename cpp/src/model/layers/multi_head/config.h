@@ -25,11 +25,12 @@ struct MultiHeadAttention {
 
   KvKind kind;  // FullKv or SlidingKv
   int32_t num_qo_heads = 0;
-  int32_t num_kv_heads = 0;  // divides num_qo_heads
-  int32_t head_dim = 0;      // even
-  float scale = 0;           // scores are multiplied by it; > 0
-  float soft_cap = 0;        // scores become soft_cap * tanh(score / soft_cap); 0 is off
-  int32_t rope = 0;          // index into DecoderConfig::ropes
+  int32_t num_kv_heads = 0;   // divides num_qo_heads
+  int32_t head_dim = 0;       // even
+  float scale = 0;            // scores are multiplied by it; > 0
+  float soft_cap = 0;         // scores become soft_cap * tanh(score / soft_cap); 0 is off
+  int32_t rope = 0;           // index into DecoderConfig::ropes
+  int32_t rope_head_dim = 0;  // the first elements of a head, which are rotated; even
   bool has_qk_norm = false;
   bool has_v_norm = false;  // v is divided by its root mean square, without a weight
   bool has_qkv_bias = false;
@@ -41,6 +42,8 @@ struct MultiHeadAttention {
   bool reads_target = false;
   bool has_sinks =
       false;  // each query head has a further logit in its softmax sum, without a value
+  // The output is multiplied by sigmoid(gate x) before o; gate has the format of qkv.
+  bool has_output_gate = false;
   MatrixFormat qkv;
   MatrixFormat o;
 

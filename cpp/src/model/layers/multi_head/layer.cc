@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/layers/multi_head/layer.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <span>
 #include <variant>
 
@@ -12,6 +14,16 @@
 #include "model/forward/layer_ops.h"
 
 namespace paceline {
+
+void MultiHeadWidths::merge(const MultiHeadAttention& attention, const ScratchSizes& /*sizes*/) {
+  if (attention.has_output_gate) gate = std::max(gate, attention.output_width());
+}
+
+MultiHeadScratch MultiHeadWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) const {
+  if (gate == 0) return {};
+  return {.gate = arena.allocate<std::byte>(rows * gate * dtype_bytes(dtype), "activations")};
+}
+
 namespace {
 
 // Norms and rotates the rows of activations.qkv, and appends their keys and values to the cache.
@@ -42,14 +54,36 @@ void rotate_and_append(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAtt
                                  .qkv_dtype = activations.dtype,
                                  .kv_inputs = a.kv_inputs(),
                                  .has_v_norm = a.has_v_norm,
-                                 .position_offset = pass.rope_offset});
+                                 .position_offset = pass.rope_offset,
+                                 .rope_head_dim = a.rope_head_dim});
 }
 
-// Multi-head attention, once the keys and values of the rows are in the cache.
+// Multiplies the attention of `rows` by the sigmoid of a projection of `input`, their rows of
+// pass.input.
+template <class Ctx>
+void apply_gate(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeights& w,
+                const PassRows& rows, const void* input, const Activations& activations) {
+  void* const gate = activations.of<MultiHeadScratch>().gate;
+  project(ctx, row_count(rows), w.gate,
+          {.x = input, .y = gate, .x_dtype = activations.dtype, .y_dtype = activations.dtype});
+  ctx.run(gated_activation,
+          GatedActivationParams{.num_rows = rows.num_rows,
+                                .max_rows = rows.capacity,
+                                .x = gate,
+                                .y = activations.attention,
+                                .intermediate = static_cast<int32_t>(a.output_width()),
+                                .activation = Activation::kSigmoid,
+                                .dtype = activations.dtype,
+                                .up = activations.attention,
+                                .up_stride = a.output_width()});
+}
+
+// Multi-head attention, once the keys and values of the rows are in the cache. `input`: the rows of
+// pass.input.
 template <class Ctx>
 void attend(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeights& w,
             const AttentionPass& pass, const PassRows& rows, std::span<const GroupMetadata> groups,
-            const Activations& activations) {
+            const void* input, const Activations& activations) {
   const GroupMetadata& metadata = pass.metadata(groups);
   const auto paged = [&](const int32_t* kv_begin, const int32_t* kv_end, const BlockTable& table) {
     ctx.run(paged_attention, PagedAttentionParams{.num_rows = rows.num_rows,
@@ -83,6 +117,7 @@ void attend(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeigh
                           PACELINE_CHECK(false, "keys and values are not in a compressed group");
                         }},
              metadata);
+  if (a.has_output_gate) apply_gate(ctx, a, w, rows, input, activations);
   project(ctx, row_count(rows), w.o,
           {.x = activations.attention,
            .y = activations.branch,
@@ -102,11 +137,27 @@ void run_attention(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttenti
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
   rotate_and_append(ctx, a, w, pass, /*has_queries=*/true);
-  if (pass.output == nullptr) return attend(ctx, a, w, pass, pass.rows, pass.groups, activations);
-  pick_queries(ctx, *pass.output, activations, w.qkv.weight.n);
+  if (pass.output == nullptr) {
+    return attend(ctx, a, w, pass, pass.rows, pass.groups, pass.input, activations);
+  }
+  const OutputRows& output = *pass.output;
+  pick_queries(ctx, output, activations, w.qkv.weight.n);
+  if (a.has_output_gate) {
+    const int32_t width = w.gate.weight.k;
+    ctx.run(copy_rows, CopyRowsParams{.num_rows = output.rows.num_rows,
+                                      .max_rows = output.rows.capacity,
+                                      .row_index = output.row_index,
+                                      .x = pass.input,
+                                      .x_stride = width,
+                                      .y = activations.branch,
+                                      .y_stride = width,
+                                      .width = width,
+                                      .x_dtype = activations.dtype,
+                                      .y_dtype = activations.dtype});
+  }
   Activations picked = activations;
-  picked.qkv = pass.output->qkv;
-  attend(ctx, a, w, pass, pass.output->rows, pass.output->groups, picked);
+  picked.qkv = output.qkv;
+  attend(ctx, a, w, pass, output.rows, output.groups, activations.branch, picked);
 }
 
 template <class Ctx>

@@ -3,11 +3,29 @@
 
 // The forward pass of multi-head attention.
 
+#include <cstdint>
+
 #include "model/forward/layer_pass.h"
 #include "model/layers/multi_head/config.h"
 #include "model/layers/multi_head/weights.h"
 
 namespace paceline {
+
+// Scratch of layers with an output gate; null in models without one.
+struct MultiHeadScratch {
+  void* gate;  // [rows, num_qo_heads * head_dim] dtype of the activations
+};
+struct MultiHeadWidths {
+  using Scratch = MultiHeadScratch;
+  int64_t gate = 0;
+
+  void merge(const MultiHeadAttention& attention, const ScratchSizes& sizes);
+  [[nodiscard]] MultiHeadScratch allocate(DeviceArena& arena, int64_t rows, DType dtype) const;
+};
+template <>
+struct KindWidths<MultiHeadAttention> {
+  using Type = MultiHeadWidths;
+};
 
 template <class Ctx>
 void run_attention(Ctx& ctx, const MultiHeadAttention& attention,

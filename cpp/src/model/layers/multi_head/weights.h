@@ -17,6 +17,7 @@ struct MultiHeadAttentionWeights {
   const float* q_norm = nullptr;  // [head_dim], or null
   const float* k_norm = nullptr;  // [head_dim], or null; always null in a reader
   const float* sinks = nullptr;   // [num_qo_heads], or null
+  Linear gate;                    // [num_qo_heads * head_dim, hidden], with an output gate
   Linear o;
 };
 
@@ -44,6 +45,10 @@ void visit_kind_weights(const MultiHeadAttention& attention, const WeightSizes& 
   if (attention.has_sinks) {
     layer.visit.vector(weights.sinks, VectorKind::kSinks,
                        {{layer.name + "attn.sinks", attention.num_qo_heads}});
+  }
+  if (attention.has_output_gate) {
+    layer.linear(weights.gate, "attn.gate", {{layer.name + "attn.gate", q_size}}, sizes.inputs,
+                 ShardAxis::kRows, attention.qkv);
   }
   const std::vector<WeightPart> o = {{layer.name + "attn.o", sizes.hidden}};
   layer.linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns, attention.o);
