@@ -44,11 +44,12 @@ FAMILIES: Final = {
     "LlamaForCausalLM": "Llama 3",
     "Qwen3ForCausalLM": "Qwen3",
     "Gemma3ForCausalLM": "Gemma 3",
-    "Gemma4ForCausalLM": "Gemma 4 (dense)",
+    "Gemma4ForCausalLM": "Gemma 4",
     "GptOssForCausalLM": "GPT-OSS",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "DeepseekV3ForCausalLM": "DeepSeek-V3",
     "DeepseekV4ForCausalLM": "DeepSeek-V4",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE",
 }
 DRAFTERS: Final = {
     "draft_model": "draft model: a smaller model with the same token ids",

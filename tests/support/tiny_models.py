@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # The end of the name of what a sigmoid router adds to scores; published files have it in float32.
 _CORRECTION = "e_score_correction_bias"
+# The router of mixtures whose experts have tensors of their own in files.
+_ROUTER = ".mlp.gate.weight"
 
 
 def make(spec: TinySpec) -> Path:
@@ -91,7 +93,7 @@ def write(spec: TinySpec, directory: Path) -> None:
 def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of each expert apart where files have them so, unlike models in memory."""
     split: dict[str, torch.Tensor] = {}
-    is_split = any(name.endswith(_CORRECTION) for name in tensors)
+    is_split = any(name.endswith(_ROUTER) for name in tensors)
     for name, tensor in tensors.items():
         if not (is_split and ".experts." in name):
             split[name] = tensor
@@ -131,6 +133,8 @@ def _random_model(spec: TinySpec) -> Any:
                 parameter.copy_((0.08 if is_gemma else 0.2) * noise)
             elif name.endswith("sinks"):
                 parameter.copy_(1.0 + noise)
+            elif name.endswith(("router.scale", "router.per_expert_scale")):
+                parameter.copy_(1.0 + 0.3 * noise)
             else:
                 parameter.copy_(0.2 * noise)
         for name, buffer in model.named_buffers():

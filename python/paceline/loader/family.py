@@ -43,8 +43,8 @@ class Family:
     """A decoder of one family, translated.
 
     Attributes:
-        name: "llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3" or
-            "deepseek_v4"; for a draft head, its kind.
+        name: "llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3",
+            "deepseek_v4" or "qwen3_moe"; for a draft head, its kind.
         architecture: The class name in `config.json`.
         config: The canonical description, for float32 weights; see `config_for`.
         tensors: Every tensor the model needs.
