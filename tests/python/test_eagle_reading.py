@@ -168,10 +168,11 @@ def test_absent_flags(draft_head: Callable[..., Path]) -> None:
     assert any("norm_before_residual" in note for note in checkpoint.notes)
 
 
-def test_ids_under_another_key(draft_head: Callable[..., Path]) -> None:
+def test_ids_under_another_key_are_of_outputs(draft_head: Callable[..., Path]) -> None:
+    """SpecForge's [1, L // 2 - 1, L - 4] are the default (2, L // 2, L - 3) of inputs."""
     path = draft_head("eagle3")
-    edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 7]})
-    assert opened(path).config["drafter"]["aux_layers"] == [0, 3, 7]
+    edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 6]})
+    assert opened(path).config["drafter"]["aux_layers"] == [1, 4, 7]
 
 
 def test_narrower_head_with_more_layers(draft_head: Callable[..., Path]) -> None:
