@@ -175,9 +175,13 @@ def layer_section(top: Section) -> Section:
 
 
 def aux_layers(top: Section) -> list[int] | None:
-    """The layers of the target that the configuration names; None: it names none."""
+    """The layers of the target whose input the draft head reads; None: no key names them.
+
+    The files of SpecForge and ModelOpt, which have the key under "eagle_config", name the layers
+    whose output is read.
+    """
     key = "eagle_aux_hidden_state_layer_ids"
-    for section in (top, top.section("eagle_config")):
+    for section, later in ((top, 0), (top.section("eagle_config"), 1)):
         if section is None or not section.has(key):
             continue
         value = section.values[key]
@@ -185,5 +189,5 @@ def aux_layers(top: Section) -> list[int] | None:
             isinstance(item, int) and not isinstance(item, bool) for item in value
         ):
             raise section.error(key, "a list of layers of the target")
-        return list(value)
+        return [item + later for item in value]
     return None

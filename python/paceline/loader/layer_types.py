@@ -15,6 +15,25 @@ SLIDING: Final = "sliding_attention"
 LAYER_TYPES: Final = (FULL, SLIDING)
 
 
+def check_full_layers(architecture: str, text: Section, num_layers: int) -> None:
+    """Refuses layers of Qwen3's families that have a window.
+
+    Raises:
+        ModelFileError: "layer_types" has another length.
+        NotImplementedError: A layer has a window.
+    """
+    if text.boolean("use_sliding_window", False):
+        raise text.refusal("use_sliding_window", "false")
+    if not text.has("layer_types"):
+        return
+    for i, layer_type in enumerate(read_layer_types(text, num_layers, 1)):
+        if layer_type != FULL:
+            raise NotImplementedError(
+                f'{text.source}: key "{text.name("layer_types")}"[{i}] is {layer_type!r}, '
+                f"which Paceline does not support for {architecture}; supported: {FULL}"
+            )
+
+
 def read_layer_types(text: Section, num_layers: int, default_pattern: int) -> tuple[str, ...]:
     """The kind of attention of each layer.
 
