@@ -18,7 +18,7 @@ from paceline.dispatcher import Dispatcher
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.loader import LoadedModel, check_compatible
 from paceline.loader.block_kinds import num_block_drafts
-from paceline.memory import group_max_bytes, memory_plan
+from paceline.memory import group_max_bytes, memory_plan, pool_capacity
 from paceline.metrics import Metric, metrics
 from paceline.reports import capabilities, engine_stats, kv_groups
 from paceline.request_factory import RequestFactory
@@ -153,13 +153,16 @@ class RunningEngine:
             captured graphs; the numbers of KV slabs; under "workspace" its bytes by purpose
             ("proposals" holds the distributions of drafts that "standard" and "block" sample);
             under "groups" one dict per KV group, whose "max_bytes" is what all sequences together
-            can hold in it; and under "kv_cache_rule" the reason for the size of the pool.
+            can hold in it; under "kv_capacity" the "tokens" that the pool has room for and, with
+            recurrent layers, the "states" instead; and under "kv_cache_rule" the reason for the
+            size of the pool.
         """
         report = self._dispatcher.call(lambda executor: executor.memory_report())
         for group in report["groups"]:
             group["max_bytes"] = group_max_bytes(
                 group, max_num_seqs=self.config.max_num_seqs, max_model_len=self.max_model_len
             )
+        report["kv_capacity"] = pool_capacity(report)
         return {"device": self.target.model.device, **report}
 
     def stats(self) -> dict[str, Any]:

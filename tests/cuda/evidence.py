@@ -91,6 +91,7 @@ TESTS = (
     "engine_cuda_test",
     "engine_mixture_cuda_test",
     "engine_compressed_cuda_test",
+    "engine_recurrent_cuda_test",
     "draft_head_cuda_test",
 )
 

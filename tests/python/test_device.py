@@ -117,9 +117,18 @@ def test_the_memory_plan_as_text() -> None:
         "device": "cuda", "target_weight_bytes": 3 << 20, "draft_weight_bytes": 1 << 19,
         "kv_pool_bytes": 64 << 20, "workspace_bytes": 5 << 20, "graph_bytes": 7 << 20,
         "workspace": {"draws": 1 << 20, "logits": 4 << 20, "step state": 512},
+        "kv_num_slabs": 65, "kv_slab_bytes": 1 << 20,
         "groups": [group | {"max_bytes": size}],
     }  # fmt: skip
+    report["kv_capacity"] = memory.pool_capacity(report)
+    assert report["kv_capacity"] == {"tokens": 16384}
+    states = {
+        "kind": "state", "window": 17, "block_size": 1, "tokens_per_entry": 16,
+        "block_bytes": 3 << 20,
+    }  # fmt: skip
+    hybrid = report | {"groups": [group, states]}
+    assert memory.pool_capacity(hybrid) == {"tokens": 16384, "states": 21}
     assert memory.memory_plan(report) == (
         "cuda memory in MiB: weights 3.0 + 0.5 (drafter); KV pool 64.0 (target full x 3: up "
-        "to 0.4); workspace 5.0 (logits 4.0, draws 1.0); graphs 7.0"
+        "to 0.4; room for 16,384 tokens); workspace 5.0 (logits 4.0, draws 1.0); graphs 7.0"
     )

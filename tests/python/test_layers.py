@@ -23,6 +23,7 @@ CUDA_ROOMS = {
     "gemm": "ops",
     "moe": "ops",
     "norm": "ops",
+    "recurrent": "ops",
     "rope": "ops",
     "streams": "ops",
 }
@@ -146,6 +147,7 @@ KIND_WORDS = {
     "multi_head": r"\bMultiHead\w*",
     "latent": r"\bLatent(Attention(Weights)?|Scratch|Widths)\b",
     "compressed": r"\bCompressed(Attention(Weights)?|Scratch|Widths)\b",
+    "recurrent": r"\bRecurrent(Attention(Weights)?|Scratch|Widths)\b",
     "dense": r"\bDenseMlp\w*",
     "moe": r"\bMoe(Mlp\w*|Scratch|Widths)\b",
 }
