@@ -103,7 +103,8 @@ def test_prefixes(family: str, prefix: str, tmp_path: Path) -> None:
     path = copy_checkpoint(plain, tmp_path / "nested")
     config = read_json(path / "config.json")
     tensors = {
-        prefix + name.removeprefix("model."): tensor for name, tensor in load_tensors(plain).items()
+        name.replace("model.", prefix, 1) if name.startswith("model.") else name: tensor
+        for name, tensor in load_tensors(plain).items()
     }
     tensors["mtp.fc.weight"] = torch.zeros(2, 2)  # a drafter, which the target does not read
     if prefix:
