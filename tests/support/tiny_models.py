@@ -99,7 +99,7 @@ def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     """The tensors of each expert apart where files have them so, unlike models in memory."""
     split: dict[str, torch.Tensor] = {}
     # Published files of Qwen3.5 have them joined.
-    is_joined = any(".linear_attn." in name for name in tensors)
+    is_joined = any(".shared_expert_gate." in name for name in tensors)
     is_split = not is_joined and any(name.endswith(_ROUTER) for name in tensors)
     for name, tensor in tensors.items():
         if not (is_split and ".experts." in name):
