@@ -23,6 +23,7 @@ from .drafters import (
     EAGLE3,
     Target,
     check_same_vocabulary,
+    check_target_width,
     describe_drafter,
     made_for_another,
     take_positions,
@@ -123,12 +124,8 @@ def _check_target(
     _check_verifier(top, target)
     check_same_vocabulary(top, layer, sizes, target)
     made_for = made_for_another(top)
-    target_hidden = top.integer("target_hidden_size", target.hidden_size)
-    if target_hidden != target.hidden_size:
-        raise ValueError(
-            f'{made_for} key "{top.name("target_hidden_size")}" is {target_hidden}, but '
-            f"{target.path} has a hidden size of {target.hidden_size}"
-        )
+    key = "target_hidden_size"
+    check_target_width(top, key, top.integer(key, target.hidden_size), target)
     borrowed = [
         name
         for name, is_owned in (

@@ -148,8 +148,7 @@ def _llama(hf: HfConfig) -> Family:
 def _qwen3(hf: HfConfig) -> Family:
     check_common(hf, may_have_scales=True)
     text = hf.text
-    if text.boolean("use_sliding_window", False):
-        raise text.refusal("use_sliding_window", "false")
+    text.only("use_sliding_window", False)
     # The default head size is 128, not hidden_size / num_attention_heads.
     sizes = read_sizes(text, head_dim=128, max_position=32_768, eps=1e-6)
     if text.has("layer_types"):
