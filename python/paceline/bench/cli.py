@@ -9,18 +9,13 @@ from typing import Any
 
 from paceline.bench.compare.command import run_compare
 from paceline.bench.latency_command import run_latency
-from paceline.bench.options import (
-    add_compare_parser,
-    add_latency_parser,
-    add_pairs_parser,
-    add_plot_parser,
-    add_serve_parser,
-)
+from paceline.bench.options import texts
 from paceline.bench.pairs.command import run_pairs
 from paceline.bench.plot import draw_report, read_report
 from paceline.bench.serve.command import run_serve
 from paceline.bench.values import check_outputs
 from paceline.checks import check_path
+from paceline.commands.flags import add_command
 from paceline.console import check_output, emit, print_usage_help
 
 
@@ -33,11 +28,16 @@ def add_parser(commands: Any) -> None:
     )
     kinds = bench.add_subparsers(dest="kind", metavar="KIND")
     bench.set_defaults(run=functools.partial(print_usage_help, bench))
-    add_latency_parser(kinds).set_defaults(run=run_latency)
-    add_pairs_parser(kinds).set_defaults(run=run_pairs)
-    add_serve_parser(kinds).set_defaults(run=run_serve)
-    add_compare_parser(kinds).set_defaults(run=run_compare)
-    add_plot_parser(kinds).set_defaults(run=run_plot)
+    commands = (
+        ("latency", run_latency),
+        ("pairs", run_pairs),
+        ("serve", run_serve),
+        ("compare", run_compare),
+        ("plot", run_plot),
+    )
+    values = texts()
+    for name, run in commands:
+        add_command(kinds, f"bench {name}", run, **values)
 
 
 def run_plot(args: argparse.Namespace) -> int:
