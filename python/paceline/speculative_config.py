@@ -13,21 +13,17 @@ from typing import Any, Final
 from paceline.checks import check_choice, did_you_mean, parse_json, quoted, shorten
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.speculative_checks import check_all
-from paceline.speculative_fields import BLOCK_METHODS, LATER_METHODS, METHODS, SpeculativeFields
+from paceline.speculative_fields import (
+    BLOCK_METHODS,
+    LATER_METHODS,
+    METHODS,
+    NESTED_KEYS,
+    SpeculativeFields,
+)
 from paceline.vllm_arguments import advice_for
 
 #: The model by which vLLM names prompt lookup, beside the method "ngram".
 VLLM_NGRAM: Final = "[ngram]"
-
-# Keys of SpeculativeConfig that users write under "x".
-_NESTED_KEYS: Final = (
-    "draft_driver",
-    "draft_stop_threshold",
-    "draft_position",
-    "draft_feedback",
-    "draft_proposals",
-    "adaptive",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +184,7 @@ class SpeculativeConfig(SpeculativeFields):
                 f"speculative_config is {shorten(value)} ({type(value).__name__}); "
                 "allowed: a mapping or a JSON object"
             )
-        fields = [field.name for field in dataclasses.fields(cls) if field.name not in _NESTED_KEYS]
+        fields = [field.name for field in dataclasses.fields(cls) if field.name not in NESTED_KEYS]
         _check_keys("speculative_config", value, (*fields, "x"))
         if value.get("model") == VLLM_NGRAM and value.get("method") in (None, "ngram"):
             value = {**value, "method": "ngram", "model": None}
@@ -206,7 +202,7 @@ class SpeculativeConfig(SpeculativeFields):
         nested = value.get("x", {})
         if not isinstance(nested, Mapping):
             raise ValueError(f"speculative_config['x'] is {shorten(nested)}; allowed: a mapping")
-        _check_keys("speculative_config['x']", nested, _NESTED_KEYS)
+        _check_keys("speculative_config['x']", nested, NESTED_KEYS)
         return cls(**arguments, **nested)
 
 
@@ -260,7 +256,7 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
 def _unknown_key(where: str, key: Any, allowed: tuple[str, ...]) -> ValueError:
     if key == "tensor_parallel_size":
         hint = "; the drafter's key is 'draft_tensor_parallel_size', which may be 1"
-    elif where == "speculative_config" and key in _NESTED_KEYS:
+    elif where == "speculative_config" and key in NESTED_KEYS:
         hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
     else:
         hint = did_you_mean(str(key), allowed)

@@ -29,6 +29,15 @@ DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
 DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
 DRAFT_POSITIONS: Final = ("last", "next")
 DRAFT_FEEDBACKS: Final = ("normed", "raw")
+#: Keys that users write under "x".
+NESTED_KEYS: Final = (
+    "draft_driver",
+    "draft_stop_threshold",
+    "draft_position",
+    "draft_feedback",
+    "draft_proposals",
+    "adaptive",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

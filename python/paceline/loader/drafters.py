@@ -95,6 +95,23 @@ def made_for_another(top: Section) -> str:
     return f"{top.source}: the drafter was made for another target:"
 
 
+def check_target_width(top: Section, key: str, stated: int, target: Target) -> int:
+    """Refuses a draft head whose configuration states another hidden size of its target.
+
+    Returns:
+        The hidden size.
+
+    Raises:
+        ValueError: It differs; names both values.
+    """
+    if stated != target.hidden_size:
+        raise ValueError(
+            f'{made_for_another(top)} key "{top.name(key)}" is {stated}, but {target.path} has a '
+            f"hidden size of {target.hidden_size}"
+        )
+    return stated
+
+
 def check_same_vocabulary(top: Section, section: Section, sizes: Sizes, target: Target) -> None:
     """Refuses a draft head of another vocabulary.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from .decoder_tensors import QK_NORMS
@@ -144,28 +144,23 @@ def guess_facts(kind: str, top: Section, target: Target) -> Facts:
     """
     layer = layer_section(top)
     bias = layer.boolean("attention_bias", False)
-    qk_norm = layer.text("model_type", "llama") == "qwen3"
+    facts = Facts(
+        has_qk_norm=layer.text("model_type", "llama") == "qwen3",
+        has_qkv_bias=bias or top.boolean("qkv_bias", False),
+        has_o_bias=bias,
+        has_mlp_bias=layer.boolean("mlp_bias", False),
+    )
     if kind == EAGLE:
-        return Facts(
-            has_attn_norm=False,
-            has_final_norm=False,
-            has_fc_bias=top.boolean("bias", False),
-            has_qk_norm=qk_norm,
-            has_qkv_bias=bias or top.boolean("qkv_bias", False),
-            has_o_bias=bias,
-            has_mlp_bias=layer.boolean("mlp_bias", False),
-        )
+        has_fc_bias = top.boolean("bias", False)
+        return replace(facts, has_attn_norm=False, has_final_norm=False, has_fc_bias=has_fc_bias)
     rows = top.integer("draft_vocab_size", target.vocab_size)
     num_aux = len(aux_layers(top) or range(_NUM_DEFAULT_AUX))
-    return Facts(
+    return replace(
+        facts,
         draft_vocab_size=rows,
         has_map=rows != target.vocab_size,
         has_input_norm=top.boolean("norm_before_fc", False),
         num_fc_norms=num_aux if top.boolean("fc_norm", False) else 0,
-        has_qk_norm=qk_norm,
-        has_qkv_bias=bias or top.boolean("qkv_bias", False),
-        has_o_bias=bias,
-        has_mlp_bias=layer.boolean("mlp_bias", False),
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from paceline._core import ModelFileError
@@ -64,9 +65,32 @@ def read_layer_types(text: Section, num_layers: int, default_pattern: int) -> tu
                 f'{text.source}: key "{text.name("layer_types")}"[{i}] is {quote(name)}, which '
                 f"Paceline does not support; supported: {', '.join(LAYER_TYPES)}"
             )
+    return _of_each_layer(text, "layer_types", names, num_layers)
+
+
+def read_types(
+    text: Section, key: str, allowed: Sequence[str], num_layers: int
+) -> tuple[str, ...] | None:
+    """A list with one of some names for each layer; None: the key is absent.
+
+    Raises:
+        ModelFileError: The list has another length.
+        NotImplementedError: It has another name.
+    """
+    names = text.strings(key)
+    if names is None:
+        return None
+    if any(name not in allowed for name in names):
+        raise text.refusal(key, f"a list of {', '.join(allowed)}")
+    return _of_each_layer(text, key, names, num_layers)
+
+
+def _of_each_layer(
+    text: Section, key: str, names: Sequence[str], num_layers: int
+) -> tuple[str, ...]:
     if len(names) != num_layers:
         raise ModelFileError(
-            f'{text.source}: key "{text.name("layer_types")}" has {len(names)} entries; expected '
+            f'{text.source}: key "{text.name(key)}" has {len(names)} entries; expected '
             f'{num_layers}, as "{text.name("num_hidden_layers")}" says'
         )
     return tuple(names)
