@@ -20,7 +20,7 @@ from paceline.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
 )
-from paceline.option_schema import add_options, given_options
+from paceline.option_schema import add_options, given_options, key_names
 
 if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
@@ -59,7 +59,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='the drafter, for example \'{"method": "draft_model", "model": DIR_OR_ID, '
         '"num_speculative_tokens": 4}\'; needs --model (default: the drafter that the '
-        "model's folder brings, or plain decoding)",
+        f"model's folder brings, or plain decoding); keys: {key_names()}",
     )
     group.add_argument(
         "--demo",
