@@ -14,7 +14,7 @@ from paceline import limits
 from paceline.checks import shorten
 from paceline.commands.colors import COLOR_CHOICES
 from paceline.console import integer, number
-from paceline.option_schema import add_options
+from paceline.option_schema import add_options, key_names
 
 _ONE_OF: Final = "one of "
 DEFAULT_DEMO: Final = "draft_model"
@@ -27,6 +27,7 @@ _TEXTS: Final = vars(limits) | {
     "COLOR_CHOICES": COLOR_CHOICES,
     "DEFAULT_DEMO": DEFAULT_DEMO,
     "MAX_REPLICAS": MAX_REPLICAS,
+    "SPECULATIVE_KEYS": key_names(),
 }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
 from paceline._core import ModelFileError, ModelNotFoundError
+from paceline.speculative_fields import check_found_method
 
 from .binding import BoundTensor
 from .checkpoint import OpenedModel
@@ -50,11 +51,7 @@ def describe_converted(
     if is_drafter:
         part = converted.draft or part
         found = part.config.get("drafter", {}).get("kind", DRAFT_MODEL)
-        if method not in (None, found):
-            raise ValueError(
-                f"speculative_config['method'] is {method!r:.80}, but {folder.path} holds a "
-                f"drafter for {found!r}; allowed: {found!r}, or no 'method'"
-            )
+        check_found_method(method, found, f"{folder.path} holds a drafter")
     if dtype not in ("auto", part.dtype):
         raise ValueError(
             f"dtype is {dtype!r}, but {folder.path} was converted for {part.dtype!r} "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline._core import ModelFileError
+from paceline.speculative_fields import check_found_method
 
 from .binding import BoundTensor, bind
 from .block import translate_block
@@ -108,10 +109,7 @@ def detect_method(source: Source, method: str | None = None) -> str:
         else:
             sign = PRE_PROJECTION if method == GEMMA4_MTP else "fc.weight"
             reason = f"it has no tensor {quote(sign)}"
-        raise ValueError(
-            f"speculative_config['method'] is {method!r:.80}, but {folder.path} holds a drafter "
-            f"for {found!r} ({reason}); allowed: {found!r}, or no 'method'"
-        )
+        check_found_method(method, found, f"{folder.path} holds a drafter", f" ({reason})")
     return found
 
 
