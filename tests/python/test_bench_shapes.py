@@ -253,6 +253,10 @@ def test_qwen3_moe_and_its_draft_head() -> None:
     vectors = 48 * (2 * 2048 + 2 * 128) + 2048
     assert pass_bytes(costs, 8) == 2 * (3_041_867_776 - vectors)
     assert kv_bytes_read(config, 1, 2) == 98_304
+    # A byte for each element of an expert, and float scales of 128 x 128 blocks.
+    scaled = matrix_costs(named("qwen3-30b-a3b-fp8"), "bfloat16")
+    assert scaled.expert_bytes == 48 * (9_437_184 // 2 + 4 * 3 * 6 * 16)
+    assert stored("qwen3-30b-a3b-fp8")[1] == 30_532_122_624
     target = Target(Path("qwen3-30b-a3b"), "Qwen3MoeForCausalLM", config, "bfloat16")
     head = models._named_config("qwen3-30b-a3b-eagle3")
     described = drafter_config(head, target, source="qwen3-30b-a3b-eagle3")
@@ -315,7 +319,17 @@ def test_deepseek_v4_and_its_mtp_layer() -> None:
     assert pass_bytes(step, 6) == pytest.approx(1.2205 * 2**30, rel=3e-3)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4-flash", "gpt-oss-20b", "gemma3-27b", "gemma4-12b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v4-flash",
+        "gpt-oss-20b",
+        "gemma3-27b",
+        "gemma4-12b",
+        "gemma4-26b-a4b",
+        "qwen3-30b-a3b",
+    ],
+)
 def test_the_first_layers_of_a_shape(name: str) -> None:
     whole = named(name)["layers"]
     cut = models.first_layers(models._named_config(name), 6, name)
