@@ -106,7 +106,7 @@ def _names() -> str:
             enum = re.sub(r"std::optional<(\w+)>", r"\1", option.cpp["type"])
             lines += [
                 "template <>",
-                f"inline constexpr std::array<const char*, {len(option.choices)}> "
+                f"constexpr std::array<const char*, {len(option.choices)}> "
                 f"option_names<{enum}> = {{",
                 *(f'    "{choice}",' for choice in option.choices),
                 "};",

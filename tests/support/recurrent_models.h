@@ -8,7 +8,6 @@
 #include <memory>
 #include <random>
 #include <sstream>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,9 +68,7 @@ inline std::shared_ptr<const Model> recurrent_model(const RecurrentModel& m, uin
     std::normal_distribution<float> normal(mean, deviation);
     std::vector<float> values(static_cast<size_t>(shape[0] * (shape.size() > 1 ? shape[1] : 1)));
     for (float& value : values) value = normal(random);
-    // One column is a vector.
-    builder.put(name, DType::kFloat32, std::span(shape).first(shape[1] == 1 ? 1 : 2), {},
-                values.data());
+    builder.put(name, DType::kFloat32, shape, {}, values.data());
   };
   const int64_t keys = int64_t{m.num_key_heads} * m.key_head_dim;
   const int64_t values = int64_t{m.num_value_heads} * m.value_head_dim;

@@ -172,31 +172,31 @@ struct ExecutorOptions {
 };
 // end of generated
 
-// The names of the enumerators above, in their order.
+// The names of the enumerators above, in their order. Static, so that the library exports none.
 template <class Enum>
-inline constexpr std::array<const char*, 0> option_names = {};
+static constexpr std::array<const char*, 0> option_names = {};
 // generated: names
 template <>
-inline constexpr std::array<const char*, 4> option_names<AcceptMethod> = {
+constexpr std::array<const char*, 4> option_names<AcceptMethod> = {
     "coupled",
     "standard",
     "block",
     "synthetic",
 };
 template <>
-inline constexpr std::array<const char*, 2> option_names<DraftSampleMethod> = {
+constexpr std::array<const char*, 2> option_names<DraftSampleMethod> = {
     "probabilistic",
     "greedy",
 };
 template <>
-inline constexpr std::array<const char*, 4> option_names<DraftDriver> = {
+constexpr std::array<const char*, 4> option_names<DraftDriver> = {
     "unrolled",
     "replay",
     "while",
     "eager",
 };
 template <>
-inline constexpr std::array<const char*, 2> option_names<DraftPosition> = {
+constexpr std::array<const char*, 2> option_names<DraftPosition> = {
     "last",
     "next",
 };
