@@ -115,6 +115,7 @@ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 inline void cluster_arrive() { emulator::arrive_in_cluster(); }
+inline void cluster_arrive_relaxed() { emulator::arrive_in_cluster(); }
 inline void cluster_wait(const emulator::Place& place = emulator::Place::current()) {
   emulator::wait_for_cluster(place);
 }
