@@ -335,7 +335,7 @@ __device__ __forceinline__ void end_item(const KeyHeadRows<typename V::Element>&
 
 // --- consume -------------------------------------------------------------------------------------
 
-// This lane's part of S: key `key_at(i)` of column `column` of each head.
+// This lane's part of S: key `4 * sharer + key_at(i)` of column `column` of each head.
 template <class V>
 struct HeadStates {
   float s[V::kNumHeads][kKeysOfSharer];
@@ -352,14 +352,14 @@ struct HeadStates {
     }
   }
   // Four keys in a row of each 4 * kSharers.
-  [[nodiscard]] __device__ __forceinline__ int32_t key_at(int32_t i) const {
-    return i / 4 * (4 * kSharers) + 4 * sharer + i % 4;
+  [[nodiscard]] static __device__ __forceinline__ int32_t key_at(int32_t i) {
+    return i / 4 * (4 * kSharers) + i % 4;
   }
   __device__ __forceinline__ void load_keys(const float* from, float (&to)[kKeysOfSharer]) const {
 #pragma unroll
     for (int i = 0; i < kKeysOfSharer; i += 4) {
       float keys[4];
-      load_vector(from + key_at(i), keys);
+      load_vector(from + 4 * sharer + key_at(i), keys);
 #pragma unroll
       for (int j = 0; j < 4; ++j) to[i + j] = keys[j];
     }
@@ -379,11 +379,11 @@ struct HeadStates {
 #pragma unroll
     for (int h = 0; h < V::kNumHeads; ++h) {
       float* const to =
-          head.entry_at(block, head.key_head * V::kNumHeads + h, rank * kBlockColumns + column);
+          head.entry_at(block, head.key_head * V::kNumHeads + h, rank * kBlockColumns + column) +
+          4 * sharer;
 #pragma unroll
       for (int i = 0; i < kKeysOfSharer; i += 4) {
-        *reinterpret_cast<float4*>(to + key_at(i)) = {s[h][i], s[h][i + 1], s[h][i + 2],
-                                                      s[h][i + 3]};
+        store_global_16(to + key_at(i), s[h][i], s[h][i + 1], s[h][i + 2], s[h][i + 3]);
       }
     }
   }

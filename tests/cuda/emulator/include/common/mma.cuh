@@ -25,6 +25,10 @@ inline void cp_async_wait() {
   emulator::wait_for_copies(kPending);
 }
 
+inline void store_global_16(float* to, float x, float y, float z, float w) {
+  *reinterpret_cast<float4*>(to) = {x, y, z, w};
+}
+
 inline uint4 load_shared_16(uint32_t from) {
   uint4 words;
   std::memcpy(&words, emulator::shared_pointer(from, 16), 16);
