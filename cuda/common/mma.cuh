@@ -37,6 +37,13 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Stores 16 bytes to global memory at once. The compiler splits a float4 of registers that it also
+// uses one by one.
+__device__ __forceinline__ void store_global_16(float* to, float x, float y, float z, float w) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
   uint4 words;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -109,6 +116,10 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Without a cluster, the second part is a barrier of the block.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+// The same without an order of memory: for threads that have only read what others will write.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");

@@ -47,6 +47,16 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
       : "memory");
 }
 
+// Stores to the copy of the shared variable `to` in block `rank` of the cluster, and delivers its
+// bytes to that block's `barrier`. The storing thread needs no fence.
+__device__ __forceinline__ void store_async(float* to, int32_t rank, float value,
+                                            uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   cluster_address(to, rank)),
+               "f"(value), "r"(cluster_address(barrier, rank))
+               : "memory");
+}
+
 // Whether the phase of that parity is over; may wait for a limited time before it returns false.
 // `barrier` is an address in shared memory.
 __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {

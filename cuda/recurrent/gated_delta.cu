@@ -3,6 +3,7 @@
 // The launch of gated_delta.
 
 #include "recurrent/gated_delta_kernel.cuh"
+#include "recurrent/key_head_kernel.cuh"
 
 #include <algorithm>
 #include <cstdint>
@@ -10,17 +11,6 @@
 namespace paceline {
 namespace cuda {
 namespace {
-
-// Blocks that share a value head have the fewest columns, and so the shortest time for a row, where
-// a sequence has many rows or where all blocks run at once. Else few blocks of many columns take
-// fewer instructions.
-constexpr int32_t kFewRows = 64;
-
-int32_t columns_of_lane(const CudaContext& ctx, const GatedDeltaParams& p) {
-  const int64_t num_heads = int64_t{p.shape.num_value_heads} * p.max_seqs;
-  if (p.max_rows_per_seq > kFewRows || num_heads * 8 <= 3 * ctx.num_sms) return 1;
-  return num_heads * 4 <= 3 * ctx.num_sms ? 2 : 4;
-}
 
 template <class V>
 void launch_variant(CudaContext& ctx, const GatedDeltaParams& p) {
@@ -40,8 +30,17 @@ void launch_variant(CudaContext& ctx, const GatedDeltaParams& p) {
       dim3(kThreads), dim3(static_cast<uint32_t>(num_blocks)), bytes, p);
 }
 
+template <class V>
+void launch_key_heads(CudaContext& ctx, const GatedDeltaParams& p) {
+  static_assert(sizeof(KeyHeadShared<V>) <= 48 << 10);
+  launch_clusters(ctx, "gated_delta", &key_head_kernel<V>,
+                  dim3(kHeadBlocks, static_cast<uint32_t>(p.shape.num_key_heads),
+                       static_cast<uint32_t>(p.max_seqs)),
+                  dim3(V::kNumThreads), dim3(kHeadBlocks), sizeof(KeyHeadShared<V>), p);
+}
+
 // Whether all rows of four elements are aligned vectors.
-template <class Input, class Stored>
+template <class T>
 bool has_vectors(const GatedDeltaParams& p) {
   const auto are_multiples = [](int64_t size, std::initializer_list<int64_t> offsets) {
     return std::all_of(offsets.begin(), offsets.end(),
@@ -50,10 +49,9 @@ bool has_vectors(const GatedDeltaParams& p) {
   return is_vector_aligned(p.x) && is_vector_aligned(p.y) && is_vector_aligned(p.conv) &&
          is_vector_aligned(p.norm) && is_vector_aligned(p.records.base) &&
          is_vector_aligned(p.entries.base) &&
-         are_multiples(sizeof(Input), {p.x_stride * static_cast<int64_t>(sizeof(Input))}) &&
-         are_multiples(sizeof(Stored),
-                       {p.records.block_bytes, p.records.k_offset,
-                        p.shape.record_width() * static_cast<int64_t>(sizeof(Stored))}) &&
+         are_multiples(sizeof(T), {p.x_stride * static_cast<int64_t>(sizeof(T)),
+                                   p.records.block_bytes, p.records.k_offset,
+                                   p.shape.record_width() * static_cast<int64_t>(sizeof(T))}) &&
          are_multiples(sizeof(float), {p.entries.block_bytes, p.entries.k_offset});
 }
 
@@ -61,22 +59,26 @@ template <class Input, class Stored>
 void launch(CudaContext& ctx, const GatedDeltaParams& p) {
   const RecurrentShape& s = p.shape;
   if constexpr (std::is_same_v<Input, Stored>) {
-    if (s.key_dim == kPiece && s.value_dim == kPiece && s.num_taps == 4 &&
-        has_vectors<Input, Stored>(p)) {
-      switch (columns_of_lane(ctx, p)) {
+    if (s.key_dim == kHeadDim && s.value_dim == kHeadDim && s.num_taps == kTaps &&
+        has_vectors<Input>(p)) {
+      switch (s.num_value_heads / s.num_key_heads) {
         case 1:
-          return launch_variant<Variant<Input, Stored, 16, 1, true>>(ctx, p);
+          return launch_key_heads<KeyHeadVariant<Input, 1>>(ctx, p);
         case 2:
-          return launch_variant<Variant<Input, Stored, 16, 2, true>>(ctx, p);
+          return launch_key_heads<KeyHeadVariant<Input, 2>>(ctx, p);
+        case 3:
+          return launch_key_heads<KeyHeadVariant<Input, 3>>(ctx, p);
+        case kMaxHeadsOfKey:
+          return launch_key_heads<KeyHeadVariant<Input, kMaxHeadsOfKey>>(ctx, p);
         default:
-          return launch_variant<Variant<Input, Stored, 16, 4, true>>(ctx, p);
+          break;
       }
     }
   }
   if (std::max(s.key_dim, s.value_dim) <= kPiece) {
-    launch_variant<Variant<Input, Stored, 16, 2, false>>(ctx, p);
+    launch_variant<Variant<Input, Stored, 16, 2>>(ctx, p);
   } else {
-    launch_variant<Variant<Input, Stored, 32, 2, false>>(ctx, p);
+    launch_variant<Variant<Input, Stored, 32, 2>>(ctx, p);
   }
 }
 

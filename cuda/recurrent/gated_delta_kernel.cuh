@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The kernel of gated_delta. A cluster of up to eight blocks has one value head of one sequence;
-// each block has some columns of its state S, in the registers of its consumers. Columns depend on
-// each other only by the gated norm.
+// The kernel of gated_delta for all sizes. A cluster of up to eight blocks has one value head of
+// one sequence; each block has some columns of its state S, in the registers of its consumers.
+// Columns depend on each other only by the gated norm.
 //
 // Rows come in chunks, first those that are replayed. A chunk passes three phases with a barrier of
 // the cluster between them, so that three chunks are under way:
@@ -44,22 +44,17 @@ constexpr int32_t kMaxBlocks = 8;           // of a cluster
 constexpr float kL2Eps = 1e-6f;
 constexpr float kLinearSoftplus = 20.0f;  // softplus(x) = x above
 
-// Input: elements of x, ba and y. Stored: of records. Fast: heads of 128, four taps and aligned
-// vectors; else sizes up to the padded ones.
-template <class InputT, class StoredT, int32_t kLaneKeys, int32_t kLaneColumns, bool kFast>
+// Input: elements of x, ba and y. Stored: of records. Heads have sizes up to the padded ones.
+template <class InputT, class StoredT, int32_t kLaneKeys, int32_t kLaneColumns>
 struct Variant {
   using Input = InputT;
   using Stored = StoredT;
-  static constexpr bool kIsFast = kFast;
   static constexpr int32_t kKeysOfLane = kLaneKeys;
   static constexpr int32_t kColumnsOfLane = kLaneColumns;
   static constexpr int32_t kKeys = kSharers * kLaneKeys;
   static constexpr int32_t kPieces = kKeys / kPiece;
   static constexpr int32_t kColumns = kConsumerWarps * kGroups * kLaneColumns;  // of a block
-  static constexpr int32_t kChunk = kFast ? 16 : 8;                             // rows
-  static constexpr int32_t kMaxTaps = kFast ? 4 : kMaxConvTaps;
-  // Blocks that a multiprocessor has registers for.
-  static constexpr int32_t kMinBlocks = !kFast ? 1 : kLaneColumns == 4 ? 2 : 3;
+  static constexpr int32_t kChunk = 8;                                          // rows
   static_assert(kKeys % kPiece == 0);
 };
 
@@ -114,17 +109,11 @@ struct HeadRows {
   int32_t seq_slot;
   int32_t first;  // position of the first row to replay
 
-  [[nodiscard]] __device__ __forceinline__ int32_t key_dim() const {
-    return V::kIsFast ? kPiece : p.shape.key_dim;
-  }
-  [[nodiscard]] __device__ __forceinline__ int32_t value_dim() const {
-    return V::kIsFast ? kPiece : p.shape.value_dim;
-  }
-  [[nodiscard]] __device__ __forceinline__ int32_t taps() const {
-    return V::kIsFast ? V::kMaxTaps : p.shape.num_taps;
-  }
+  [[nodiscard]] __device__ __forceinline__ int32_t key_dim() const { return p.shape.key_dim; }
+  [[nodiscard]] __device__ __forceinline__ int32_t value_dim() const { return p.shape.value_dim; }
+  [[nodiscard]] __device__ __forceinline__ int32_t taps() const { return p.shape.num_taps; }
   [[nodiscard]] __device__ __forceinline__ int32_t num_blocks() const {
-    return V::kIsFast ? kPiece / V::kColumns : static_cast<int32_t>(gridDim.x);
+    return static_cast<int32_t>(gridDim.x);
   }
   [[nodiscard]] __device__ __forceinline__ int32_t end() const { return start + num_live; }
   [[nodiscard]] __device__ __forceinline__ int32_t row_at(int32_t position) const {
@@ -185,7 +174,7 @@ using Channels = float[V::kPieces][4];
 // inputs.
 template <class V>
 __device__ __forceinline__ void convolve(const HeadRows<V>& head,
-                                         const std::byte* const (&inputs)[V::kMaxTaps],
+                                         const std::byte* const (&inputs)[kMaxConvTaps],
                                          int32_t position, int32_t channel, int32_t width,
                                          int32_t lane, Channels<V>& raw, Channels<V>& to) {
   using Input = typename V::Input;
@@ -195,31 +184,27 @@ __device__ __forceinline__ void convolve(const HeadRows<V>& head,
   for (int piece = 0; piece < V::kPieces; ++piece) {
     const int32_t at = piece * kPiece + 4 * lane;
     const float* const weights = head.p.conv + int64_t{channel + at} * taps;
-    float weight[4][V::kMaxTaps];
+    float weight[4][kMaxConvTaps];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (V::kIsFast) {
-        load_vector(weights + i * V::kMaxTaps, weight[i]);
-      } else {
 #pragma unroll
-        for (int tap = 0; tap < V::kMaxTaps; ++tap) {
-          weight[i][tap] = at + i < width && tap < taps ? weights[i * taps + tap] : 0.0f;
-        }
+      for (int tap = 0; tap < kMaxConvTaps; ++tap) {
+        weight[i][tap] = at + i < width && tap < taps ? weights[i * taps + tap] : 0.0f;
       }
       to[piece][i] = 0.0f;
     }
 #pragma unroll
-    for (int tap = 0; tap < V::kMaxTaps; ++tap) {
+    for (int tap = 0; tap < kMaxConvTaps; ++tap) {
       if (tap >= taps) break;
       float u[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (inputs[tap] != nullptr) {
         const bool is_stored = position - taps + 1 + tap < head.start;
         if (std::is_same_v<Input, Stored> || is_stored) {
-          load_first<V::kIsFast>(reinterpret_cast<const Stored*>(inputs[tap]) + channel + at,
-                                 width - at, u);
+          load_first<false>(reinterpret_cast<const Stored*>(inputs[tap]) + channel + at, width - at,
+                            u);
         } else {
-          load_first<V::kIsFast>(reinterpret_cast<const Input*>(inputs[tap]) + channel + at,
-                                 width - at, u);
+          load_first<false>(reinterpret_cast<const Input*>(inputs[tap]) + channel + at, width - at,
+                            u);
 #pragma unroll
           for (float& value : u) value = as_stored<Stored>(value);
         }
@@ -261,7 +246,7 @@ __device__ __forceinline__ void store_channels(const Channels<V>& x, int32_t wid
 #pragma unroll
   for (int piece = 0; piece < V::kPieces; ++piece) {
     const int32_t at = piece * kPiece + 4 * lane;
-    store_first<V::kIsFast>(x[piece], width - at, to + at);
+    store_first<false>(x[piece], width - at, to + at);
   }
 }
 
@@ -281,9 +266,9 @@ __device__ __forceinline__ void produce(const HeadRows<V>& head, const SharedRow
   // A lane for each tap finds the inputs.
   const std::byte* found = nullptr;
   if (lane < taps) found = head.inputs_at(position - taps + 1 + lane);
-  const std::byte* inputs[V::kMaxTaps];
+  const std::byte* inputs[kMaxConvTaps];
 #pragma unroll
-  for (int tap = 0; tap < V::kMaxTaps; ++tap) {
+  for (int tap = 0; tap < kMaxConvTaps; ++tap) {
     inputs[tap] = reinterpret_cast<const std::byte*>(
         __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(found), tap));
   }
@@ -375,8 +360,8 @@ __device__ __forceinline__ void produce(const HeadRows<V>& head, const SharedRow
     const int32_t at = piece * kPiece + 4 * lane;
     float gate[4];
     float norm[4];
-    load_first<V::kIsFast>(z + at, value_dim - at, gate);
-    load_first<V::kIsFast>(p.norm + at, value_dim - at, norm);
+    load_first<false>(z + at, value_dim - at, gate);
+    load_first<false>(p.norm + at, value_dim - at, norm);
 #pragma unroll
     for (int j = 0; j < 4; ++j) gate[j] = __fmul_rn(norm[j], silu_of(gate[j]));
     store_vector(gate, shared.gate(chunk, i / num_blocks) + at);
@@ -416,7 +401,7 @@ struct State {
 #pragma unroll
       for (int i = 0; i < V::kKeysOfLane; i += 4) {
         float keys[4];
-        load_first<V::kIsFast>(from + key_at(i), head.key_dim() - key_at(i), keys);
+        load_first<false>(from + key_at(i), head.key_dim() - key_at(i), keys);
 #pragma unroll
         for (int j = 0; j < 4; ++j) s[c][i + j] = keys[j];
       }
@@ -430,7 +415,7 @@ struct State {
 #pragma unroll
       for (int i = 0; i < V::kKeysOfLane; i += 4) {
         const float keys[4] = {s[c][i], s[c][i + 1], s[c][i + 2], s[c][i + 3]};
-        store_first<V::kIsFast>(keys, head.key_dim() - key_at(i), to + key_at(i));
+        store_first<false>(keys, head.key_dim() - key_at(i), to + key_at(i));
       }
     }
   }
@@ -486,39 +471,21 @@ __device__ __forceinline__ float sum_over_sharers(float value) {
   return value;
 }
 
-// The same sums of several columns, in the same order; a lane gets that of column `which`.
-template <int kCount>
-__device__ __forceinline__ float sum_over_sharers(const float (&values)[kCount], int32_t sharer,
+// The same sums of two columns, in the same order; a lane gets that of column `which`.
+__device__ __forceinline__ float sum_over_sharers(const float (&values)[2], int32_t sharer,
                                                   int32_t& which) {
-  static_assert(kCount == 1 || kCount == 2 || kCount == 4);
-  if constexpr (kCount == 1) {
-    which = 0;
-    return sum_over_sharers(values[0]);
-  } else {
-    constexpr int32_t kBit = 4;
-    const bool is_upper = (sharer & kBit) != 0;
-    float kept[kCount / 2];
+  constexpr int32_t kBit = kSharers / 2;
+  which = (sharer & kBit) != 0 ? 1 : 0;
+  const float sent = which != 0 ? values[0] : values[1];
+  float sum = __fadd_rn(which != 0 ? values[1] : values[0], __shfl_xor_sync(kAllLanes, sent, kBit));
 #pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      const float sent = is_upper ? values[i] : values[i + kCount / 2];
-      kept[i] = __fadd_rn(is_upper ? values[i + kCount / 2] : values[i],
-                          __shfl_xor_sync(kAllLanes, sent, kBit));
-    }
-    which = is_upper ? kCount / 2 : 0;
-    float sum = kept[0];
-    if constexpr (kCount == 4) {
-      const bool is_odd = (sharer & 2) != 0;
-      const float sent = is_odd ? kept[0] : kept[1];
-      sum = __fadd_rn(is_odd ? kept[1] : kept[0], __shfl_xor_sync(kAllLanes, sent, 2));
-      which += is_odd ? 1 : 0;
-    } else {
-      sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, 2));
-    }
-    return __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, 1));
+  for (int step = kBit / 2; step > 0; step /= 2) {
+    sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, step));
   }
+  return sum;
 }
 
-// Rows [begin, end) of a chunk; `limit` is the chunk's last row, up to which shared memory is read.
+// Rows [begin, end) of a chunk.
 template <class V, bool kIsLive>
 __device__ __forceinline__ void consume(const HeadRows<V>& head, const SharedRows<V>& shared,
                                         int32_t chunk, int32_t begin, int32_t end,
@@ -577,7 +544,7 @@ __device__ __forceinline__ void finish(const HeadRows<V>& head, const SharedRows
 #pragma unroll
   for (int piece = 0; piece < V::kPieces; ++piece) {
     const int32_t at = piece * kPiece + 4 * lane;
-    load_first<V::kIsFast>(shared.output(chunk, own) + at, value_dim - at, x[piece]);
+    load_first<false>(shared.output(chunk, own) + at, value_dim - at, x[piece]);
   }
   const float mean = __fdiv_rn(sum_of_squares<V>(x), static_cast<float>(value_dim));
   const float factor = rsqrtf(__fadd_rn(mean, p.norm_eps));
@@ -593,18 +560,19 @@ __device__ __forceinline__ void finish(const HeadRows<V>& head, const SharedRows
     for (int j = 0; j < 4; ++j) {
       x[piece][j] = __fmul_rn(__fmul_rn(x[piece][j], factor), gate[j]);
     }
-    store_first<V::kIsFast>(x[piece], value_dim - at, y + at);
+    store_first<false>(x[piece], value_dim - at, y + at);
   }
 }
 
 // --- the kernel ----------------------------------------------------------------------------------
 
 // The number of live rows, which come first.
+template <int32_t kNumWarps>
 __device__ __forceinline__ int32_t count_live(const int32_t* seq_slot, int32_t begin, int32_t end,
                                               int32_t warp, int32_t lane) {
-  __shared__ int32_t counts[kWarps];
+  __shared__ int32_t counts[kNumWarps];
   int32_t count = 0;
-  for (int32_t row = begin + static_cast<int32_t>(threadIdx.x); row < end; row += kThreads) {
+  for (int32_t row = begin + static_cast<int32_t>(threadIdx.x); row < end; row += 32 * kNumWarps) {
     count += seq_slot[row] >= 0 ? 1 : 0;
   }
   count = __reduce_add_sync(kAllLanes, count);
@@ -618,7 +586,7 @@ __device__ __forceinline__ int32_t count_live(const int32_t* seq_slot, int32_t b
 
 // Grid: blocks of a cluster, value heads, sequences.
 template <class V>
-__global__ void __launch_bounds__(kThreads, V::kMinBlocks)
+__global__ void __launch_bounds__(kThreads)
     gated_delta_kernel(const __grid_constant__ GatedDeltaParams p) {
   extern __shared__ __align__(16) std::byte shared[];
   let_successor_start();
@@ -633,7 +601,7 @@ __global__ void __launch_bounds__(kThreads, V::kMinBlocks)
   const int32_t begin = p.row_indptr[sequence];
   const int32_t end = min(p.row_indptr[sequence + 1], *p.num_rows);
   if (begin >= end) return;
-  const int32_t num_live = count_live(p.seq_slot, begin, end, warp, lane);
+  const int32_t num_live = count_live<kWarps>(p.seq_slot, begin, end, warp, lane);
   const auto value_head = static_cast<int32_t>(blockIdx.y);
   HeadRows<V> head = {p, value_head, begin, p.positions[begin], num_live, p.seq_slot[begin], 0};
   const int32_t num_blocks = head.num_blocks();

@@ -440,13 +440,12 @@ void add_batches(std::vector<OpCase>& cases, const RecurrentSpec& s, Windows win
 }
 
 // A prompt in one pass, in chunks, and in windows whose last rows are rejected: the bits of rows
-// and entries must be equal. The bound on the sequences of a pass, by which a GPU chooses how many
-// blocks share a head, changes from pass to pass.
+// and entries must be equal. The bound on the sequences of a pass changes from pass to pass.
 void add_cuts(std::vector<OpCase>& cases, const RecurrentSpec& s) {
   const int32_t c = s.block_size;
   const int32_t length = 2 * c + 3;
   const int32_t chunk = c + 2;
-  RecurrentBatch cuts = {.sequences = {{9, 0}, {9, 0}, {9, 0}}, .extra_seqs = {2, 30, 60}};
+  RecurrentBatch cuts = {.sequences = {{9, 0}, {9, 0}, {9, 0}}, .extra_seqs = {2, 0, 5}};
   cuts.passes.push_back({{.sequence = 0, .start = 0, .num_rows = length},
                          {.sequence = 1, .start = 0, .num_rows = chunk}});
   cuts.passes.push_back({});
@@ -476,17 +475,18 @@ std::vector<OpCase> recurrent_op_cases() {
   // differ.
   const RecurrentShape few = {1, 2, 128, 128, 4};
   const RecurrentShape usual = {2, 4, 128, 128, 4};
+  // The same heads with other numbers of value heads for a key head.
+  const RecurrentShape single = {2, 2, 128, 128, 4};
+  const RecurrentShape triple = {1, 3, 128, 128, 4};
+  const RecurrentShape most = {2, 8, 128, 128, 4};
+  const RecurrentShape many = {1, 5, 128, 128, 4};
   const RecurrentShape tiny = {2, 6, 16, 24, 4};
   const RecurrentShape odd = {1, 3, 33, 70, 2};
   const RecurrentShape largest = {1, 1, 256, 256, 8};
   for (const DType dtype : {kB, kF}) {
-    // How many blocks share a head depends on how many heads a GPU may get.
-    for (const int32_t extra_seqs : {2, 30, 60}) {
-      add_batches(cases, {.shape = few, .dtype = dtype, .records = dtype, .extra_seqs = extra_seqs},
-                  Windows::kSome);
-      add_batches(cases,
-                  {.shape = usual, .dtype = dtype, .records = dtype, .extra_seqs = extra_seqs / 2},
-                  Windows::kAll);
+    for (const RecurrentShape& shape : {few, usual, single, triple, most, many}) {
+      add_batches(cases, {.shape = shape, .dtype = dtype, .records = dtype},
+                  shape == usual || shape == triple ? Windows::kAll : Windows::kSome);
     }
     add_batches(cases, {.shape = few, .dtype = dtype, .records = dtype, .x_padding = 3},
                 Windows::kSome);
@@ -514,7 +514,9 @@ std::vector<OpCase> recurrent_op_cases() {
                          seed);
                    }});
   for (const DType dtype : {kB, kF}) {
-    add_cuts(cases, {.shape = few, .dtype = dtype, .records = dtype});
+    for (const RecurrentShape& shape : {single, few, triple, most}) {
+      add_cuts(cases, {.shape = shape, .dtype = dtype, .records = dtype});
+    }
     add_cuts(cases, {.shape = tiny, .block_size = 8, .dtype = dtype, .records = dtype});
     add_cuts(cases, {.shape = odd, .block_size = 3, .dtype = dtype, .records = dtype});
   }

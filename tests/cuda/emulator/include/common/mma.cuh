@@ -25,6 +25,10 @@ inline void cp_async_wait() {
   emulator::wait_for_copies(kPending);
 }
 
+inline void store_global_16(float* to, float x, float y, float z, float w) {
+  *reinterpret_cast<float4*>(to) = {x, y, z, w};
+}
+
 inline uint4 load_shared_16(uint32_t from) {
   uint4 words;
   std::memcpy(&words, emulator::shared_pointer(from, 16), 16);
@@ -115,6 +119,7 @@ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 inline void cluster_arrive() { emulator::arrive_in_cluster(); }
+inline void cluster_arrive_relaxed() { emulator::arrive_in_cluster(); }
 inline void cluster_wait(const emulator::Place& place = emulator::Place::current()) {
   emulator::wait_for_cluster(place);
 }
