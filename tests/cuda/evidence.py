@@ -132,6 +132,18 @@ BENCHES = {
     "gpt-oss-20b": ["--config", "gpt-oss-20b", *speculative("eagle3", "gpt-oss-20b-eagle3", 2.61)],
     "gpt-oss-120b": ["--config", "gpt-oss-120b", *speculative("draft_model", "gpt-oss-20b", 2.3)],
     "glm-4.7-flash": ["--config", "glm-4.7-flash", *speculative("mtp", None, 2.19)],
+    "qwen3.8-27b": ["--config", "qwen3.8-27b", *speculative("mtp", None, 2.6)],
+    "qwen3.6-35b-a3b": ["--config", "qwen3.6-35b-a3b", *speculative("mtp", None, 2.6)],
+    "qwen3-30b-a3b": [
+        "--config",
+        "qwen3-30b-a3b",
+        *speculative("eagle3", "qwen3-30b-a3b-eagle3", 2.34),
+    ],
+    "gemma4-26b-a4b": [
+        "--config",
+        "gemma4-26b-a4b",
+        *speculative("gemma4_mtp", "gemma4-26b-a4b-assistant", 2.19),
+    ],
     # As many layers as one GPU holds beside the KV; contexts that cross both compression ratios.
     "deepseek-v4-flash": [
         "--config",
