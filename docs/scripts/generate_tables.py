@@ -57,7 +57,7 @@ DRAFTERS: Final = {
     "draft_model": "draft model: a smaller model with the same token ids",
     "eagle": "EAGLE: a draft head made for the target",
     "eagle3": "EAGLE-3: a draft head made for the target (SafeAILab's or `speculators` layout)",
-    "mtp": "MTP: the layer of a GLM-4.7-Flash, DeepSeek or Qwen3.5 model that predicts one token more",
+    "mtp": "MTP: the layer of GLM-4.7-Flash, DeepSeek and Qwen3.5 that predicts one token more",
     "gemma4_mtp": "Gemma 4 MTP: an assistant made for a Gemma 4 target",
     "dflash": "DFlash: one pass over a block of mask tokens makes all drafts",
     "dspark": "DSpark: the same, and each draft follows from the one before it",

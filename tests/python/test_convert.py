@@ -34,6 +34,8 @@ SPECS = [
     TinySpec("gpt_oss", dtype="bfloat16"),
     TinySpec("glm4_moe_lite", dtype="bfloat16", shards=2),
     TinySpec("deepseek_v3", latent=tiny_models.TinyLatent(q_rank=None, groups=4, top_groups=2)),
+    TinySpec("qwen3_5", dtype="bfloat16", shards=2),
+    TinySpec("qwen3_next"),
     TinySpec("gpt_oss", quantization="mxfp4", dtype="bfloat16", shards=2),
     # More rows and columns than a block, and parts of q, k and v that are smaller.
     TinySpec("qwen3", quantization="fp8_block", dtype="bfloat16", intermediate_size=288),

@@ -24,6 +24,7 @@ FAMILIES = {
     "gemma3": TinySpec("gemma3"),
     "gemma4": TinySpec("gemma4"),
     "glm4_moe_lite": TinySpec("glm4_moe_lite"),
+    "qwen3_5": TinySpec("qwen3_5"),
 }
 ENGINE: dict[str, Any] = {
     "device": "cpu", "max_num_seqs": 3, "max_model_len": 256, "kv_cache_bytes": 16 << 20,
