@@ -64,17 +64,29 @@ __device__ __forceinline__ Choice choose(RowKeys<kPerLane> row, int32_t top_k) {
   return own;
 }
 
-// Writes a row's choices and their weights, the softmax of logits; every lane of the warp calls it.
+// Writes a row's choices and their weights, a softmax of logits; every lane of the warp calls it.
+// `keys` are those of all experts.
+template <RouterRule kRule, int32_t kPerLane>
 __device__ __forceinline__ void write_choices(const RouteExpertsParams& p, int32_t row,
-                                              const Choice& own) {
+                                              const RowKeys<kPerLane>& keys, const Choice& own) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const float best = __shfl_sync(kAllLanes, own.value, 0);
-  const float weight = expf(own.value - best);
+  const float weight = expf((own.value - best) * p.logit_scale);
   float sum = 0.0f;
-  for (int32_t place = 0; place < p.top_k; ++place) sum += __shfl_sync(kAllLanes, weight, place);
+  if constexpr (kRule == RouterRule::kSoftmax) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (keys.keys[i] == 0) continue;
+      sum += expf((from_ordered(keys.keys[i]) - best) * p.logit_scale);
+    }
+    sum = warp_sum(sum);
+  } else {
+    for (int32_t place = 0; place < p.top_k; ++place) sum += __shfl_sync(kAllLanes, weight, place);
+  }
   if (lane >= p.top_k) return;
+  const float scale = p.expert_scales != nullptr ? p.expert_scales[own.expert] : 1.0f;
   p.experts[int64_t{row} * p.top_k + lane] = own.expert;
-  p.weights[int64_t{row} * p.top_k + lane] = weight / sum;
+  p.weights[int64_t{row} * p.top_k + lane] = weight / sum * scale;
 }
 
 inline void check_params(const RouteExpertsParams& p) { check_routing(p); }

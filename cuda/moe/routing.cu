@@ -25,7 +25,7 @@ constexpr int32_t kMaxCounts = 11264;  // of a block's shared memory: 44 KB
 constexpr int32_t kLoadsAhead = 4;     // of a lane
 
 // Routes rows by their logits; see ScoreRouter.
-template <int32_t kPerLane>
+template <RouterRule kRule, int32_t kPerLane>
 class LogitRouter {
  public:
   static constexpr int32_t kLogitsPerLane = kPerLane;
@@ -35,7 +35,7 @@ class LogitRouter {
     const int32_t num_rows = *p.num_rows;
     const auto keys = logit_keys<kPerLane>(p.logits + int64_t{row} * p.num_experts, p.num_experts);
     const Choice own = choose(keys, p.top_k);
-    if (row < num_rows) write_choices(p, row, own);
+    if (row < num_rows) write_choices<kRule>(p, row, keys, own);
     return own.expert;
   }
 };
@@ -309,14 +309,20 @@ void with_score_router(int32_t num_experts, Run run) {
   if (num_experts <= 256) return run(std::type_identity<ScoreRouter<kRule, 8>>());
   run(std::type_identity<ScoreRouter<kRule, kMaxExperts / 32>>());
 }
+template <RouterRule kRule, class Run>
+void with_logit_router(int32_t num_experts, Run run) {
+  with_logits_per_lane(num_experts, [&](auto per_lane) {
+    run(std::type_identity<LogitRouter<kRule, per_lane()>>());
+  });
+}
 template <class Run>
 void with_router(const RouteExpertsParams& p, Run run) {
   if (p.token_experts != nullptr) return run(std::type_identity<TokenRouter>());
   switch (p.rule) {
     case RouterRule::kSoftmaxOfChosen:
-      return with_logits_per_lane(p.num_experts, [&](auto per_lane) {
-        run(std::type_identity<LogitRouter<per_lane()>>());
-      });
+      return with_logit_router<RouterRule::kSoftmaxOfChosen>(p.num_experts, run);
+    case RouterRule::kSoftmax:
+      return with_logit_router<RouterRule::kSoftmax>(p.num_experts, run);
     case RouterRule::kSigmoid:
       return with_score_router<RouterRule::kSigmoid>(p.num_experts, run);
     case RouterRule::kSqrtSoftplus:

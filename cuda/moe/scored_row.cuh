@@ -17,7 +17,7 @@ namespace paceline::cuda {
 // The score of a logit.
 template <RouterRule kRule>
 __device__ __forceinline__ float score_of(float logit) {
-  static_assert(kRule != RouterRule::kSoftmaxOfChosen);
+  static_assert(kRule == RouterRule::kSigmoid || kRule == RouterRule::kSqrtSoftplus);
   return kRule == RouterRule::kSigmoid ? sigmoid_same_bits(logit) : sqrt_softplus_same_bits(logit);
 }
 

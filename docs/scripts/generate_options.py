@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.option_schema import ARGUMENTS, ENGINE, SPECULATIVE, Option
+from paceline.option_schema import ARGUMENTS, ENGINE, KEYS, SPECULATIVE, Option
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HEADER: Final = ROOT / "cpp/include/paceline/config.h"
@@ -27,6 +27,7 @@ COMMAND: Final = "PYTHONPATH=python python docs/scripts/generate_options.py"
 
 _PART: Final = re.compile(r"(// generated: (\w+)[^\n]*\n).*?([ ]*// end of generated)", re.DOTALL)
 _STRUCTS: Final = {"SpeculativeOptions": SPECULATIVE, "ExecutorOptions": ENGINE}
+_MAX_LINE: Final = 100
 _MAX_INT32: Final = 2**31 - 1
 # Types that a comment of their own explains, with the values that they start with.
 _ZEROS: Final = {"bool": "false", "double": "0", "int32_t": "0", "int64_t": "0", "uint64_t": "0"}
@@ -50,11 +51,12 @@ def _initial(option: Option) -> str:
 def _bounds(option: Option) -> tuple[str, str] | None:
     """The range of the member, if it is checked by itself."""
     cpp = _cpp(option)
-    if not cpp.get("check", True) or option.high is None:
+    if not cpp.get("check", True) or (option.high is None and option.below is None):
         return None
     # 0 stands for None.
     low = 0 if option.is_optional else option.low
-    return str(low), f"largest::{option.name}"
+    high = f"largest::{option.name}" if option.below is None else f"Below{{{option.below}}}"
+    return str(low), high
 
 
 def _comment(option: Option) -> list[str]:
@@ -94,6 +96,41 @@ def _largest() -> str:
         if option.cpp is not None and option.high is not None and 1 < option.high < _MAX_INT32
     ]
     return "\n".join(lines)
+
+
+def _names() -> str:
+    """The names of enumerators. Their order in the schema is that in C++."""
+    lines = []
+    for option in SPECULATIVE.values():
+        if option.cpp is not None and option.choices:
+            enum = re.sub(r"std::optional<(\w+)>", r"\1", option.cpp["type"])
+            lines += [
+                "template <>",
+                f"constexpr std::array<const char*, {len(option.choices)}> "
+                f"option_names<{enum}> = {{",
+                *(f'    "{choice}",' for choice in option.choices),
+                "};",
+            ]
+    return "\n".join(lines)
+
+
+def _methods() -> str:
+    """Options of which the schema says that only some methods accept them."""
+    calls = []
+    for option in SPECULATIVE.values():
+        if option.cpp is not None and option.methods:
+            methods = ", ".join(f"'{method}'" for method in option.methods)
+            words = [f'"{option.name}"', f"o.{option.name}", f'"{option.reason}"', f'"{methods}"']
+            line = f"  visit({', '.join(words)});"
+            if len(line) > _MAX_LINE:
+                line = f"  visit({', '.join(words[:3])},\n        {words[3]});"
+            calls.append(line)
+    body = "\n".join(calls)
+    return (
+        "template <class Visit>\n"
+        "void visit_methods(const SpeculativeOptions& o, const Visit& visit) {\n"
+        f"{body}\n}}"
+    )
 
 
 def _visit() -> str:
@@ -154,6 +191,8 @@ _PARTS: Final = {
     "given": _given,
     "structs": _structs,
     "largest": _largest,
+    "methods": _methods,
+    "names": _names,
     "visit": _visit,
 }
 
@@ -170,6 +209,9 @@ def types() -> str:
         for option in ARGUMENTS.values()
     )
     keys = "\n".join(f"    {option.name}: {option.type}" for option in ARGUMENTS.values())
+    speculative = "\n".join(
+        f"    {option.name}: {option.type} = {_python(option.default)}" for option in KEYS.values()
+    )
     return f'''# SPDX-License-Identifier: Apache-2.0
 """The types of the engine's options. Generated from options.toml; do not edit.
 
@@ -180,6 +222,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 
@@ -194,6 +237,13 @@ class EngineFields:
     """The values of an `EngineConfig`, which describes them; not checked yet."""
 
 {fields}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeKeys:
+    """The values of a `SpeculativeConfig`, which describes them; not checked yet."""
+
+{speculative}
 '''
 
 

@@ -14,7 +14,6 @@ A generated part of a page lies between two comments:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
 import re
@@ -30,7 +29,7 @@ from paceline.config import DEVICES, DTYPES
 from paceline.loader import ARCHITECTURES
 from paceline.loader.families import is_same_family
 from paceline.loader.formats import PLAIN_DTYPES
-from paceline.speculative_config import SpeculativeConfig
+from paceline.option_schema import KEYS
 from paceline.speculative_fields import LATER_METHODS, METHODS
 from paceline.vllm_arguments import ADVICE, FLAGS, LEAVE_OUT, Advice
 from paceline.vllm_names import ATTRIBUTES, MODULE_NAMES
@@ -44,11 +43,12 @@ FAMILIES: Final = {
     "LlamaForCausalLM": "Llama 3",
     "Qwen3ForCausalLM": "Qwen3",
     "Gemma3ForCausalLM": "Gemma 3",
-    "Gemma4ForCausalLM": "Gemma 4 (dense)",
+    "Gemma4ForCausalLM": "Gemma 4",
     "GptOssForCausalLM": "GPT-OSS",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "DeepseekV3ForCausalLM": "DeepSeek-V3",
     "DeepseekV4ForCausalLM": "DeepSeek-V4",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE",
     "Qwen3_5ForCausalLM": "Qwen3.5 to 3.8",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 and 3.6 with experts",
     "Qwen3NextForCausalLM": "Qwen3-Next",
@@ -57,7 +57,7 @@ DRAFTERS: Final = {
     "draft_model": "draft model: a smaller model with the same token ids",
     "eagle": "EAGLE: a draft head made for the target",
     "eagle3": "EAGLE-3: a draft head made for the target (SafeAILab's or `speculators` layout)",
-    "mtp": "MTP: the layer of GLM-4.7-Flash, DeepSeek and Qwen3.5 that predicts one token more",
+    "mtp": "MTP: the layer of a GLM-4.7-Flash, DeepSeek or Qwen3.5 model for one token more",
     "gemma4_mtp": "Gemma 4 MTP: an assistant made for a Gemma 4 target",
     "dflash": "DFlash: one pass over a block of mask tokens makes all drafts",
     "dspark": "DSpark: the same, and each draft follows from the one before it",
@@ -361,10 +361,11 @@ def _names_table(what: str, ours: Sequence[str]) -> str:
     rows += [(f"`{name}`", _answer(advice[name])) for name in missing]
     parts = [f"The same as in vLLM: {same}.", table(("vLLM", "here"), rows)]
     own = [name for name in ours if name not in names]
-    nested = [name for name in own if what == "speculative_config" and name != "drafter"]
     if own:
-        direct = code([name for name in own if name not in nested])
-        under_x = f", and under `x` {code(nested)}" if nested else ""
+        # The keys under "x" are in the reference, which is made of the schema.
+        is_config = what == "speculative_config"
+        direct = code([name for name in own if not is_config or not KEYS[name].nested])
+        under_x = ", and the keys under `x`" if is_config else ""
         parts.append(f"Only in Paceline: {direct}{under_x}.")
     return "\n\n".join(parts)
 
@@ -376,9 +377,7 @@ def vllm_llm() -> str:
 
 def vllm_speculative() -> str:
     """vLLM's keys of speculative_config."""
-    return _names_table(
-        "speculative_config", [field.name for field in dataclasses.fields(SpeculativeConfig)]
-    )
+    return _names_table("speculative_config", list(KEYS))
 
 
 def vllm_sampling() -> str:

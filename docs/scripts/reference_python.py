@@ -7,13 +7,13 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from docstring_sections import parse_docstring, parse_items, sections_of
-from paceline.option_schema import ARGUMENTS
+from paceline.option_schema import ARGUMENTS, KEYS, Option
 from reference_markdown import Entry, Group, Item, Page, Section
 
 PYTHON: Final = Path(__file__).resolve().parents[2] / "python"
@@ -43,6 +43,9 @@ GROUPS: Final = {
     ),
     "The package": ("__version__",),
 }
+
+# Classes whose fields options.toml describes.
+_SCHEMAS: Final = {"EngineConfig": ARGUMENTS, "SpeculativeConfig": KEYS}
 
 # Classes whose constructor is not for users.
 _MADE_BY_LLM: Final = ("RequestStream", "Tokenizer")
@@ -173,9 +176,13 @@ def _with_options(item: Item) -> list[Item]:
     """Puts the options of an engine in the place of the `**engine` that stands for them."""
     if item.names != ["**engine"] or not item.text.startswith("options.toml"):
         return [item]
+    return _items(ARGUMENTS)
+
+
+def _items(options: Mapping[str, Option]) -> list[Item]:
     return [
-        Item([one.name], one.text(one.doc), one.type or "", repr(one.default).replace("'", '"'))
-        for one in ARGUMENTS.values()
+        Item([one.name], one.described, one.type or "", repr(one.default).replace("'", '"'))
+        for one in options.values()
     ]
 
 
@@ -225,6 +232,7 @@ def class_entry(name: str, module: Module, node: ast.ClassDef) -> Entry:
         for item in parse_items(text):
             attributes.setdefault(item.names[0], item)
 
+    attributes |= {item.names[0]: item for item in _items(_SCHEMAS.get(name, {}))}
     init = functions.pop("__init__", None)
     if name in _MADE_BY_LLM:
         init = None

@@ -5,7 +5,7 @@ Links on the pages are relative to the file in the repository, so that they work
 site, this file gives every linked file of the repository a place and rewrites the links: README.md
 is the first page, other pages outside of docs/ get a name of their own, and sources are copied.
 The pages of the reference exist on the site only: they are made of docstrings, of the comments in
-public headers and of the options of the command line.
+public headers, of options.toml and of the options of the command line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mkdocs.structure.files import File, Files
 import reference_cli
 import reference_headers
 import reference_markdown
+import reference_options
 import reference_python
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -81,7 +82,8 @@ def rewrite(markdown: str, page: str) -> tuple[str, set[str]]:
 
 def reference() -> dict[str, str]:
     """Makes the pages of the reference, as Markdown by name."""
-    pages = [*reference_python.pages(), *reference_cli.pages(), *reference_headers.pages()]
+    parts = (reference_python, reference_options, reference_cli, reference_headers)
+    pages = [page for part in parts for page in part.pages()]
     guides = [path.name for path in (ROOT / "docs").glob("*.md")]
     return reference_markdown.write(pages, guides)
 

@@ -3,7 +3,6 @@
 
 #include <pybind11/stl.h>
 
-#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,38 +14,10 @@
 namespace paceline::python {
 namespace {
 
-// ---- names of enum values --------------------------------------------------------------------
-
-template <class Enum>
-struct EnumName {
-  Enum value;
-  const char* name;
-};
-
-constexpr std::array kAcceptMethodNames = {
-    EnumName<AcceptMethod>{AcceptMethod::kCoupled, "coupled"},
-    EnumName<AcceptMethod>{AcceptMethod::kStandard, "standard"},
-    EnumName<AcceptMethod>{AcceptMethod::kBlock, "block"},
-    EnumName<AcceptMethod>{AcceptMethod::kSynthetic, "synthetic"}};
-constexpr std::array kDraftDriverNames = {EnumName<DraftDriver>{DraftDriver::kUnrolled, "unrolled"},
-                                          EnumName<DraftDriver>{DraftDriver::kReplay, "replay"},
-                                          EnumName<DraftDriver>{DraftDriver::kWhile, "while"},
-                                          EnumName<DraftDriver>{DraftDriver::kEager, "eager"}};
-constexpr std::array kDraftPositionNames = {EnumName<DraftPosition>{DraftPosition::kLast, "last"},
-                                            EnumName<DraftPosition>{DraftPosition::kNext, "next"}};
-
-template <class Enum>
-constexpr const auto& enum_names() {
-  if constexpr (std::is_same_v<Enum, AcceptMethod>) {
-    return kAcceptMethodNames;
-  } else if constexpr (std::is_same_v<Enum, DraftPosition>) {
-    return kDraftPositionNames;
-  } else {
-    return kDraftDriverNames;
-  }
-}
-
-// ---- fields ----------------------------------------------------------------------------------
+template <class T>
+struct IsOptional : std::false_type {};
+template <class T>
+struct IsOptional<std::optional<T>> : std::true_type {};
 
 [[noreturn]] void refuse_option(const char* name, py::handle value, const std::string& allowed) {
   throw py::value_error("executor option '" + std::string(name) + "' is " + shorten(value) +
@@ -57,14 +28,13 @@ template <class T>
 void read_option(const char* name, py::handle value, T& field) {
   if constexpr (std::is_enum_v<T>) {
     std::string allowed;
-    for (const auto& entry : enum_names<T>()) {
-      if (py::isinstance<py::str>(value) && value.cast<std::string>() == entry.name) {
-        field = entry.value;
+    for (size_t i = 0; i < option_names<T>.size(); ++i) {
+      const std::string choice = option_names<T>[i];
+      if (py::isinstance<py::str>(value) && value.cast<std::string>() == choice) {
+        field = static_cast<T>(i);
         return;
       }
-      allowed += allowed.empty() ? "'" : ", '";
-      allowed += entry.name;
-      allowed += "'";
+      allowed += (allowed.empty() ? "'" : ", '") + choice + "'";
     }
     refuse_option(name, value, allowed);
   } else if constexpr (std::is_same_v<T, bool>) {
@@ -72,11 +42,12 @@ void read_option(const char* name, py::handle value, T& field) {
       refuse_option(name, value, "True or False");
     }
     field = value.cast<bool>();
-  } else if constexpr (std::is_same_v<T, std::optional<bool>>) {
-    if (!value.is_none() && !py::isinstance<py::bool_>(value)) {
-      refuse_option(name, value, "True, False or None");
+  } else if constexpr (IsOptional<T>::value) {
+    if (value.is_none()) {
+      field = std::nullopt;
+    } else {
+      read_option(name, value, field.emplace());
     }
-    field = value.cast<std::optional<bool>>();
   } else if constexpr (std::is_same_v<T, std::shared_ptr<HostDrafter>>) {
     if (PyCallable_Check(value.ptr()) == 0) {
       refuse_option(name, value, "a function of token ids and a number of drafts");
@@ -101,12 +72,9 @@ void read_option(const char* name, py::handle value, T& field) {
 template <class T>
 py::object write_option(const T& field) {
   if constexpr (std::is_enum_v<T>) {
-    for (const auto& entry : enum_names<T>()) {
-      if (entry.value == field) {
-        return py::str(entry.name);
-      }
-    }
-    return py::none();
+    return py::str(option_names<T>[static_cast<size_t>(field)]);
+  } else if constexpr (IsOptional<T>::value) {
+    return field.has_value() ? write_option(*field) : py::object(py::none());
   } else if constexpr (std::is_same_v<T, std::shared_ptr<HostDrafter>>) {
     return object_of(field);
   } else {

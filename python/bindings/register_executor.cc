@@ -15,6 +15,7 @@
 
 #include "bindings.h"
 #include "executor/default_options.h"
+#include "executor/option_checks.h"
 #include "executor_options.h"
 #include "messages.h"
 #include "report_dicts.h"
@@ -399,6 +400,29 @@ Raises:
            "closing "
            "twice is fine.")
       .def("__repr__", &executor_repr);
+
+  module.def(
+      "check_options",
+      [](const py::dict& options, const std::optional<std::string>& method) {
+        const std::optional<DraftMethod> known =
+            method.has_value() ? draft_method(*method) : std::nullopt;
+        if (method.has_value() && !known.has_value()) {
+          throw py::value_error("method is " + shorten(py::str(*method)) +
+                                "; allowed: a method of speculative_config with a drafter");
+        }
+        check_options(options_from_dict(options), known.has_value() ? &*known : nullptr);
+      },
+      py::arg("options"), py::arg("method").none(true),
+      R"doc(Checks what an executor checks of its options without models.
+
+Args:
+    options: As for `Executor`.
+    method: The method of `speculative_config`; None: the drafter's checkpoint will tell it, or there
+        is none, and conditions that depend on it are not checked.
+
+Raises:
+    ValueError: An option is not allowed, by itself or beside others.
+)doc");
 
   module.def(
       "default_options",

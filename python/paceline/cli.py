@@ -22,7 +22,8 @@ from paceline.checks import MODEL, check_choice, check_path, check_revision, did
 from paceline.commands import chat, generate, serve
 from paceline.commands.environment import check_environment
 from paceline.commands.flag_names import with_flags
-from paceline.commands.options import add_hub_options, add_quiet_option, download_arguments
+from paceline.commands.flags import add_command
+from paceline.commands.options import download_arguments
 from paceline.commands.vllm_flags import refusals, take_flags
 from paceline.console import (
     EXIT_BROKEN_PIPE,
@@ -40,7 +41,6 @@ from paceline.console import (
     check_output,
     emit,
     flush_output,
-    integer,
     open_standard_streams,
     print_usage_help,
     settle_output,
@@ -128,10 +128,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=functools.partial(print_usage_help, parser))
     generate.add_parser(commands)
     chat.add_parser(commands)
-    _add_convert(commands)
+    add_command(commands, "convert", _run_convert)
     serve.add_parser(commands)
     bench.add_parser(commands)
-    _add_doctor(commands)
+    add_command(commands, "doctor", _run_doctor)
     return parser
 
 
@@ -231,60 +231,6 @@ def _message_of(error: BaseException) -> str:
 # ---- convert, doctor ---------------------------------------------------------------------------
 
 
-def _add_convert(commands: Any) -> None:
-    parser = commands.add_parser(
-        "convert",
-        help="write a folder for the C++ library",
-        description="Writes a checkpoint, optionally with its drafter, as a folder that the C++ "
-        "library reads without Python. With --allow-pickle and the folder of an EAGLE drafter "
-        "alone, converts that checkpoint to safetensors.",
-    )
-    parser.add_argument(
-        "model",
-        metavar="DIR_OR_ID",
-        help="the target: the folder of a checkpoint, or a model of the Hugging Face Hub",
-    )
-    parser.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
-    parser.add_argument(
-        "--draft",
-        metavar="DIR_OR_ID",
-        help="the drafter, a folder or a model of the hub too (default: none, no drafter)",
-    )
-    add_hub_options(parser)
-    parser.add_argument(
-        "--draft-revision",
-        metavar="NAME",
-        help="as --revision, for --draft (default: its default branch)",
-    )
-    parser.add_argument(
-        "--method",
-        metavar="NAME",
-        help="mtp: the drafter is the target's own MTP layer; dflash or dspark, without --draft: "
-        "the target's subfolder of that name, or the stages in its files; or the method of --draft "
-        "(default: none, or what --draft holds)",
-    )
-    parser.add_argument(
-        "--num-speculative-tokens",
-        type=integer,
-        metavar="K",
-        help="drafts per iteration that the folder sets as default, 1 to 16 (default: what a "
-        "block drafter's folder states, 4 for other drafters)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="dtype of the weights: auto, float32 or bfloat16 (default: auto)",
-    )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read an EAGLE drafter's pytorch_model.bin, and the mask_embedding.pt of --draft: "
-        "tensors only; needs torch: pip install 'paceline[torch]' (default: off)",
-    )
-    add_quiet_option(parser, "print no progress bar and no message")
-    parser.set_defaults(run=_run_convert)
-
-
 def _run_convert(args: argparse.Namespace) -> int:
     from paceline.hub import find_folder
     from paceline.loader.block_kinds import block_subfolders
@@ -330,21 +276,6 @@ def _run_convert(args: argparse.Namespace) -> int:
             for name in block_subfolders(target):
                 emit(f"without the drafter in {target / name}; --method {name} writes it too")
     return EXIT_OK
-
-
-def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="show the installation and check that it works",
-        description="Prints build, devices, threads and versions. Then runs a demo model "
-        "as its own drafter on every device; every draft must be accepted.",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object and nothing else (default: off)",
-    )
-    parser.set_defaults(run=_run_doctor)
 
 
 def _run_doctor(args: argparse.Namespace) -> int:

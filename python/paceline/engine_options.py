@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 
@@ -54,3 +55,25 @@ class EngineFields:
     chat_template: str | os.PathLike[str] | None = None
     disable_log_stats: bool = False
     hang_timeout_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeKeys:
+    """The values of a `SpeculativeConfig`, which describes them; not checked yet."""
+
+    method: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    drafter: Callable[[list[int]], Sequence[int]] | None = None
+    num_speculative_tokens: int | None = None
+    rejection_sample_method: str = "coupled"
+    synthetic_acceptance_length: float | None = None
+    draft_sample_method: str | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    draft_driver: str = "unrolled"
+    draft_stop_threshold: float = 0.0
+    draft_position: str | None = None
+    draft_feedback: str | None = None
+    draft_proposals: int | None = None
+    adaptive: bool | None = None

@@ -15,9 +15,9 @@ MAX_BLOCK_SIZE: Final = largest("block_size")
 MAX_NUM_THREADS: Final = largest("num_threads")
 
 MAX_SPECULATIVE_TOKENS: Final = largest("num_speculative_tokens")
-MAX_DRAFT_PROPOSALS: Final = largest("num_draft_proposals")
+MAX_DRAFT_PROPOSALS: Final = largest("draft_proposals")
 DEFAULT_DRAFT_PROPOSALS: Final = _LIMITS["default_draft_proposals"]
-MAX_PROMPT_LOOKUP: Final = largest("ngram_max")
+MAX_PROMPT_LOOKUP: Final = largest("prompt_lookup_max")
 
 MAX_SAMPLES: Final = _LIMITS["n"]
 MAX_TEMPERATURE: Final = _LIMITS["temperature"]

@@ -28,7 +28,7 @@ from paceline.model_sources import find_models, find_tokenizer
 from paceline.option_schema import ARGUMENTS, lists_options, split_unknown
 from paceline.running_llm import RunningLLM
 from paceline.speculative_config import SpeculativeConfig, ignored_keys
-from paceline.startup import check_max_num_batched_tokens
+from paceline.startup import check_before_loading
 from paceline.weights import from_mappings, from_modules, load_state_dicts
 
 
@@ -125,7 +125,7 @@ class LLM(RunningLLM):
         speculative = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
-        check_max_num_batched_tokens(config, speculative)
+        check_before_loading(config, speculative)
         resolved = resolve_device(config.device)
         tokenizer_info = None
         try:
@@ -145,7 +145,7 @@ class LLM(RunningLLM):
             # The message says it all, and a traceback through the search would hide it.
             raise error.with_traceback(None) from None
         speculative = sources.speculative
-        check_max_num_batched_tokens(config, speculative)
+        check_before_loading(config, speculative)
         with lifetime.delayed_exit():
             target, draft = load_pair(
                 sources.target,

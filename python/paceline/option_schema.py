@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads options.toml, in which each option of an engine is written once."""
+"""Reads options.toml, which has each option of an engine and each key of `speculative_config`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import inspect
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Never, TypeVar
 
-from paceline.checks import check_bool, check_finite, check_int, shorten
+from paceline.checks import check_bool, check_choice, check_finite, check_int, quoted, shorten
 from paceline.console import integer, number
 
 if TYPE_CHECKING:
@@ -35,8 +35,16 @@ class Option:
     low: int | None = None
     above: int | None = None
     high: int | None = None
+    below: int | None = None
+    choices: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+    values: str = ""
     unit: str | None = None
     doc: str = ""
+    methods: tuple[str, ...] = ()
+    reason: str = ""
+    nested: bool = False
+    is_key: bool = False
     cpp: dict[str, Any] | None = None
     c: bool = False
     cli: dict[str, Any] | None = None
@@ -45,6 +53,18 @@ class Option:
     def is_optional(self) -> bool:
         """Returns whether None is allowed, which is 0 in C++."""
         return (self.type or "").endswith("| None")
+
+    @property
+    def kind(self) -> str:
+        """Its type without None."""
+        return (self.type or "").partition(" ")[0]
+
+    @property
+    def key(self) -> str:
+        """How messages call it: a key of `speculative_config` or an argument."""
+        if not self.is_key:
+            return self.name
+        return f"speculative_config{'[' + repr('x') + ']' if self.nested else ''}[{self.name!r}]"
 
     @property
     def flag(self) -> str:
@@ -59,40 +79,84 @@ class Option:
     @property
     def allowed(self) -> str:
         """The values allowed, for a message about a number."""
-        lower = f"from {self.low}" if self.above is None else f"above {self.above},"
+        if self.values:
+            return self.text(self.values)
+        off = " (off)" if self.low == self.default == 0 else ""
+        lower = f"from {self.low}{off}" if self.above is None else f"above {self.above},"
         upper = "to" if self.above is None else "at most"
-        return f"{self.unit or 'a number'} {lower} {upper} {self.high}" + (
+        end = self.high if self.below is None else f"below {self.below}"
+        return f"{self.unit or 'a number'} {lower} {upper} {end}" + (
             ", or None" if self.is_optional else ""
         )
 
     def text(self, template: str) -> str:
-        """Fills bounds and default into a text, in one line."""
+        """Fills bounds, default and choices into a text, in one line."""
         line = " ".join(template.split())
-        return line.format(low=self.low, high=self.high, default=self.default)
+        named = [f'"{choice}"' for choice in self.choices]
+        choices = " or ".join(filter(None, (", ".join(named[:-1]), *named[-1:])))
+        return line.format(low=self.low, high=self.high, default=self.default, choices=choices)
+
+    @property
+    def described(self) -> str:
+        """What it does, for readers of Python."""
+        return ('Under "x". ' if self.nested else "") + self.text(self.doc)
 
     def check(self, value: Any) -> Any:
-        """Checks a value of Python and returns it with its type. Strings have checks of their own.
+        """Checks a value of Python by itself and returns it with its type.
+
+        Paths, revisions and the choices of the machine, such as a device, have checks of their own.
 
         Raises:
             ValueError: It is not allowed.
+            NotImplementedError: It is one of `later`.
         """
-        kind = (self.type or "").partition(" ")[0]
-        if (self.is_optional and value is None) or kind == "str":
+        if self.is_optional and value is None:
             return value
-        if kind == "bool":
-            return check_bool(self.name, value)
-        if kind == "int":
-            return check_int(self.name, value, self.low or 0, self.high)
-        found = check_finite(self.name, value, self.allowed)
+        if self.choices:
+            return check_choice(self.key, value, self.choices, self.later)
+        match self.kind:
+            case "bool":
+                return check_bool(self.key, value)
+            case "int":
+                return check_int(self.key, value, self.low or 0, self.high)
+            case "float":
+                return self._check_number(value)
+            case "Callable[[list[int]]," if not callable(value):
+                raise ValueError(f"{self.key} is {shorten(value)}; allowed: {self.allowed}")
+        return value
+
+    def _check_number(self, value: Any) -> float:
+        found = check_finite(self.key, value, self.allowed)
         is_low = found < (self.low or 0) if self.above is None else found <= self.above
-        if is_low or (self.high is not None and found > self.high):
-            raise ValueError(f"{self.name} is {shorten(value)}; allowed: {self.allowed}")
+        is_high = found > self.high if self.high is not None else False
+        if is_low or is_high or (self.below is not None and found >= self.below):
+            raise ValueError(f"{self.key} is {shorten(value)}; allowed: {self.allowed}")
         return found
+
+    def check_method(self, value: Any, method: str | None) -> None:
+        """Checks that a method accepts the key, for keys that C++ does not have.
+
+        The others are checked by check_methods in cpp/src/executor/option_checks.cc.
+
+        Args:
+            value: The key's value; None: not given.
+            method: The method; None: the checkpoint will tell it.
+
+        Raises:
+            ValueError: The method does not accept it.
+        """
+        if value is None or method is None or not self.methods or method in self.methods:
+            return
+        reason = f", {self.reason}" if self.reason else ""
+        raise ValueError(
+            f"{self.key} is {shorten(value)}, but method is {method!r}{reason}; allowed: only "
+            f"with {quoted(self.methods)}, otherwise leave it out"
+        )
 
     def add_to(self, group: argparse._ActionsContainer) -> None:
         """Adds the flag to a command."""
         cli = self.cli or {}
-        kind = (self.type or "").partition(" ")[0]
+        kind = self.kind
         keywords: dict[str, Any] = {"default": self.default}
         if kind == "bool":
             keywords["action"] = argparse.BooleanOptionalAction if self.default else "store_true"
@@ -107,19 +171,32 @@ class Option:
         group.add_argument(self.flag, help=self.text(text), **keywords)
 
 
-def _read() -> tuple[tuple[Option, ...], tuple[Option, ...]]:
-    tables = tomllib.loads(SCHEMA.read_text(encoding="utf-8"))
-    engine, speculative = (
-        tuple(Option(name, **entry) for name, entry in tables[table].items())
-        for table in ("engine", "speculative")
-    )
-    return engine, speculative
+def _read(table: str) -> dict[str, Option]:
+    entries = tomllib.loads(SCHEMA.read_text(encoding="utf-8"))[table]
+    is_key = table == "speculative"
+    options = {}
+    for name, entry in entries.items():
+        lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
+        options[name] = Option(name, **entry | lists, is_key=is_key)
+    return options
 
 
 #: The options of [engine] and [speculative], by name.
-ENGINE, SPECULATIVE = ({option.name: option for option in table} for table in _read())
+ENGINE: Final = _read("engine")
+SPECULATIVE: Final = _read("speculative")
+#: The keys of `speculative_config`.
+KEYS: Final = {name: option for name, option in SPECULATIVE.items() if option.type is not None}
 #: The arguments of `LLM` that are options of the engine.
 ARGUMENTS: Final = {name: option for name, option in ENGINE.items() if option.type is not None}
+
+
+def key_names() -> str:
+    """Lists the keys of `speculative_config` that JSON can have."""
+    names = [
+        name for name, option in KEYS.items() if not option.nested and option.name != "drafter"
+    ]
+    nested = [name for name, option in KEYS.items() if option.nested]
+    return f"{', '.join(names)}, and in an object x {', '.join(nested)}"
 
 
 def largest(name: str) -> int:
@@ -156,17 +233,17 @@ def given_options(args: argparse.Namespace, commands: str) -> dict[str, Any]:
     }
 
 
-def argument_docs(indent: str = "") -> str:
-    """The lines of a docstring that describe the arguments."""
+def argument_docs(indent: str = "", options: Mapping[str, Option] = ARGUMENTS) -> str:
+    """The lines of a docstring that describe arguments, or the keys of `speculative_config`."""
     return "\n".join(
         textwrap.fill(
-            f"{option.name}: {option.text(option.doc)}",
+            f"{option.name}: {option.described}",
             88 + len(indent),
             initial_indent=indent,
             subsequent_indent=indent + "    ",
             break_on_hyphens=False,
         )
-        for option in ARGUMENTS.values()
+        for option in options.values()
     )
 
 

@@ -18,9 +18,15 @@ from paceline.dispatcher import Dispatcher
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.loader import LoadedModel, check_compatible
 from paceline.loader.block_kinds import num_block_drafts
-from paceline.memory import group_max_bytes, memory_plan, pool_capacity
 from paceline.metrics import Metric, metrics
-from paceline.reports import capabilities, engine_stats, kv_groups
+from paceline.reports import (
+    capabilities,
+    engine_stats,
+    group_max_bytes,
+    kv_groups,
+    memory_plan,
+    pool_capacity,
+)
 from paceline.request_factory import RequestFactory
 from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import check_max_model_len, executor_options

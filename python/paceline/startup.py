@@ -7,28 +7,20 @@ from typing import Any
 
 from paceline import _core
 from paceline.config import EngineConfig
-from paceline.custom_drafter import CustomDrafter
 from paceline.loader import LoadedModel
 from paceline.option_schema import ARGUMENTS
+from paceline.speculative_checks import speculative_options
 from paceline.speculative_config import SpeculativeConfig
 
 
-def check_max_num_batched_tokens(
-    config: EngineConfig, speculative: SpeculativeConfig | None
-) -> None:
-    """Checks the rows of an iteration before anything is loaded.
+def check_before_loading(config: EngineConfig, speculative: SpeculativeConfig | None) -> None:
+    """Checks conditions between options of the engine and drafting before anything is loaded.
 
     Raises:
-        ValueError: The given number is too small for the verify windows of all sequences.
+        ValueError: An option is not allowed beside others.
     """
-    k = 0 if speculative is None else speculative.num_speculative_tokens or 0
-    rows = config.max_num_seqs * (k + 1)
-    given = config.max_num_batched_tokens
-    if given is not None and given < rows:
-        raise ValueError(
-            f"max_num_batched_tokens is {given}; allowed: an integer >= "
-            f"max_num_seqs * (num_speculative_tokens + 1) = {rows}"
-        )
+    method = None if speculative is None else speculative.method
+    _core.check_options(executor_options(config, speculative), method)
 
 
 def check_max_model_len(given: int | None, target: LoadedModel, draft: LoadedModel | None) -> None:
@@ -64,27 +56,4 @@ def executor_options(config: EngineConfig, speculative: SpeculativeConfig | None
         options["log_interval_s"] = 0.0
     if speculative is not None:
         options |= speculative_options(speculative)
-    return options
-
-
-def speculative_options(speculative: SpeculativeConfig) -> dict[str, Any]:
-    """Returns those of the `options` of `_core.Executor` that say how tokens are drafted."""
-    k = speculative.num_speculative_tokens or 0
-    options: dict[str, Any] = {
-        "num_speculative_tokens": k,
-        "accept_method": speculative.rejection_sample_method,
-        "synthetic_acceptance_length": speculative.synthetic_acceptance_length or 0.0,
-        "samples_drafts": speculative.draft_sample_method == "probabilistic",
-        "num_draft_proposals": speculative.draft_proposals or 0,
-        "draft_driver": speculative.draft_driver,
-        "draft_stop_threshold": speculative.draft_stop_threshold,
-        "adaptive": speculative.adaptive,
-    }
-    if speculative.draft_position is not None:
-        options["draft_position"] = speculative.draft_position
-    if speculative.method == "ngram":
-        options["ngram_min"] = speculative.prompt_lookup_min
-        options["ngram_max"] = speculative.prompt_lookup_max
-    if speculative.drafter is not None:
-        options["host_drafter"] = CustomDrafter(speculative.drafter, k)
     return options

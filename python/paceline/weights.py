@@ -23,7 +23,7 @@ from paceline.loader import (
 from paceline.loader.binding import BoundTensor, value_error
 from paceline.loader.block_kinds import own_block_kind
 from paceline.loader.checkpoint import OpenedModel, widened
-from paceline.loader.drafters import MTP, Target, with_feedback
+from paceline.loader.drafters import MTP, Target
 from paceline.loader.state_dict import MemoryTensors
 from paceline.speculative_config import SpeculativeConfig
 
@@ -200,9 +200,7 @@ def _reopen(
         opened = open_drafter(memory, target, loaded.method)
         if loaded.method == MTP:
             feedback = "normed" if loaded.config["drafter"]["norm_output"] else "raw"
-            config = with_feedback(opened.family.config, feedback, name)
-            family = dataclasses.replace(opened.family, config=config)
-            opened = dataclasses.replace(opened, family=family)
+            opened = opened.with_feedback(feedback)
     if opened.config != loaded.config:
         keys = [key for key in loaded.config if opened.config.get(key) != loaded.config[key]]
         raise ModelFileError(

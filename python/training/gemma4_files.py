@@ -81,7 +81,8 @@ def save_target(
     _write(folder, "generation_config.json", ids)
     _save_tensors(model, folder, dtype)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(tokenizer_from / name, folder / name)
+        if not (folder / name).is_symlink():  # to that of the other checkpoint
+            shutil.copyfile(tokenizer_from / name, folder / name)
 
 
 def save_assistant(model: Assistant, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

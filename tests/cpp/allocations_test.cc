@@ -114,7 +114,7 @@ TEST(Allocations, AnIterationMakesNone) {
         DirectOptions options;
         options.num_draft_tokens = kNumDrafts;
         options.num_threads = 2;
-        options.accept_method = method;
+        options.rejection_sample_method = method;
         DirectRunner direct(target, drafter, options);
         for (int32_t slot = 0; slot < kNumSeqs; ++slot) {
           direct.start(slot, std::vector<int32_t>(kPromptLen, 7), kPromptLen + 60,

@@ -182,14 +182,14 @@ TEST_F(CApi, OptionsChooseHowToSpeculate) {
   }
   const Output lookup = run_with([](auto& o) {
     o.num_speculative_tokens = 3;
-    o.ngram_min = 1;
-    o.ngram_max = 2;
+    o.prompt_lookup_min = 1;
+    o.prompt_lookup_max = 2;
     o.draft_driver = "replay";
   });
   EXPECT_EQ(lookup.tokens, without.tokens);
   const Output standard = run_with([](auto& o) {
-    o.accept_method = "standard";
-    o.greedy_drafts = 1;
+    o.rejection_sample_method = "standard";
+    o.draft_sample_method = "greedy";
   });
   EXPECT_THAT(standard.tokens, SizeIs(30));
 }

@@ -176,7 +176,7 @@ TEST(ChunkChooser, CutsPromptsWhileOthersDecode) {
   // Where tokens may depend on chunks, those do not depend on times.
   options.prefill_chunk_size = 0;
   for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
-    options.speculative.accept_method = method;
+    options.speculative.rejection_sample_method = method;
     EXPECT_EQ(num_iterations(options, 3), 4);
   }
 }

@@ -262,6 +262,49 @@ TEST(DecoderConfig, ReadsSigmoidRoutersAndSharedExperts) {
   EXPECT_EQ(defaults.scoring.scale, 1);
 }
 
+// A mixture of the description of DeepSeek-V3's kind, with `edits`, beside a dense MLP.
+std::string parallel_config(const std::vector<Edit>& edits = {}) {
+  std::string json = deepseek_config();
+  const size_t begin = json.find("\"mlp\": {") + 7;
+  size_t end = begin;
+  for (int depth = 0;; ++end) {
+    depth += json[end] == '{' ? 1 : json[end] == '}' ? -1 : 0;
+    if (depth == 0) break;
+  }
+  json.replace(begin, end + 1 - begin,
+               R"({"dense": {"intermediate": 40, "activation": "silu", "has_bias": false},
+                   "mixture": {"num_experts": 6, "top_k": 3, "intermediate": 96, "router": "softmax",
+                   "activation": "silu", "has_bias": false, "has_router_bias": false,
+                   "logit_scale": 0.5, "has_expert_scales": true, "per_expert": true,
+                   "gate_up": {"format": "fp8", "scales": "row"}}})");
+  for (const Edit& edit : edits) testing::apply_edit(json, edit);
+  return json;
+}
+
+TEST(DecoderConfig, ReadsADenseMlpBesideAMixture) {
+  const DecoderConfig config = parse_decoder_config(parallel_config());
+  const auto& mlp = std::get<ParallelMlp>(config.layers[0].mlp);
+  EXPECT_EQ(mlp.dense.intermediate, 40);
+  EXPECT_EQ(mlp.projected_width(), 2 * 3 * 96);
+  EXPECT_EQ(mlp.mixture.router, RouterRule::kSoftmax);
+  EXPECT_EQ(mlp.mixture.logit_scale, 0.5f);
+  EXPECT_TRUE(mlp.mixture.has_expert_scales);
+  EXPECT_EQ(mlp.mixture.expert.gate_up.format, WeightFormat::kFp8);
+  const std::vector<std::pair<Edit, std::string>> table = {
+      {{"\"dense\": {\"intermediate\"", "\"dens\": {\"intermediate\""},
+       "layers[0].mlp.dens is an unknown key; allowed: dense, mixture"},
+      {{"\"has_expert_scales\"", "\"shared\": {}, \"has_expert_scales\""},
+       "layers[0].mlp.mixture.shared is an object of 0 keys; allowed: no such key beside"},
+      {{"\"per_expert\": true,", ""},
+       "layers[0].mlp.mixture.gate_up.format is 'fp8'; allowed: 'mxfp4'"},
+  };
+  for (const auto& [edit, expected] : table) {
+    EXPECT_THAT(message_of<InvalidArgument>(
+                    [&] { static_cast<void>(parse_decoder_config(parallel_config({edit}))); }),
+                HasSubstr(expected));
+  }
+}
+
 TEST(DecoderConfig, RefusesRoutersThatCannotBe) {
   const std::vector<std::pair<Edit, std::string>> table = {
       {{"\"num_groups\": 3", "\"num_groups\": 4"},
@@ -281,7 +324,10 @@ TEST(DecoderConfig, RefusesRoutersThatCannotBe) {
       {{"\"sigmoid\"", "\"softmax_of_chosen\""},
        "layers[0].mlp.num_groups is 3; allowed: no such key where router is 'softmax_of_chosen'"},
       {{"\"sigmoid\"", "\"sqrtsoftplus\""},
-       "layers[0].mlp.router is 'sqrtsoftplus'; allowed: 'softmax_of_chosen', 'sigmoid'"},
+       "layers[0].mlp.router is 'sqrtsoftplus'; allowed: 'softmax_of_chosen', 'softmax', "
+       "'sigmoid'"},
+      {{"\"sigmoid\"", "\"sigmoid\", \"logit_scale\": 2"},
+       "layers[0].mlp.logit_scale is 2; allowed: no such key where router is 'sigmoid'"},
       {{"\"has_bias\": false, \"router\"", "\"has_bias\": true, \"router\""},
        "layers[0].mlp.has_bias is true; allowed: false with per_expert"},
       {{"\"per_expert\": true", "\"per_expert\": true, \"interleaved\": true"},
@@ -319,8 +365,12 @@ TEST(DecoderConfig, RefusesMixturesAndFormatsThatCannotBe) {
       {{"\"intermediate\": 64", "\"intermediate\": 131104"},
        "layers[1].mlp.down.format is 'mxfp4'; allowed: a format only where intermediate is at "
        "most 131072; it is 131104"},
-      {{"\"softmax_of_chosen\"", "\"softmax\""},
-       "layers[0].mlp.router is 'softmax'; allowed: 'softmax_of_chosen', 'sigmoid'"},
+      {{"\"softmax_of_chosen\"", "\"softmax_of_all\""},
+       "layers[0].mlp.router is 'softmax_of_all'; allowed: 'softmax_of_chosen', 'softmax'"},
+      {{"\"softmax_of_chosen\"", "\"softmax\", \"normalises_weights\": true"},
+       "layers[0].mlp.normalises_weights is true; allowed: no such key where router is 'softmax'"},
+      {{"\"softmax_of_chosen\"", "\"softmax\", \"logit_scale\": 0"},
+       "layers[0].mlp.logit_scale is 0; allowed: a number above 0"},
       {{"\"swiglu_oai\"", "\"swiglu\""},
        "layers[0].mlp.activation is 'swiglu'; allowed: 'silu', 'gelu_tanh', 'swiglu_oai'"},
       {{"\"swiglu_oai\"", "\"silu\""},

@@ -84,7 +84,7 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
                     Executor executor(target, random_raw_head({.kind = kEagle3}, 2).build(),
                                       options);
                   }),
-                  {"draft_position", "'next'", "'last'"});
+                  {"draft_position is 'next', but method is 'eagle3'", "only with 'gemma4_mtp'"});
   expect_contains(
       refusal(
           {.decoder = llama_of({0}), .kind = kGemma4Mtp, .num_centroids = 7, .top_centroids = 1}),
@@ -133,17 +133,18 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
   // Prompt lookup.
   const auto ngram = [&](int32_t min, int32_t max, bool has_head) {
     ExecutorOptions options = small_engine_options(3);
-    options.speculative.ngram_min = min;
-    options.speculative.ngram_max = max;
+    options.speculative.prompt_lookup_min = min;
+    options.speculative.prompt_lookup_max = max;
     return message_of<InvalidArgument>([&] {
       Executor executor(target, has_head ? random_raw_head({}, 2).build() : nullptr, options);
     });
   };
   EXPECT_EQ(ngram(1, 3, false), "");
-  expect_contains(ngram(4, 3, false), {"ngram_min is 4", "1 to 3"});
-  expect_contains(ngram(0, 3, false), {"ngram_min is 0"});
-  expect_contains(ngram(1, 300, false), {"ngram_max is 300", "256"});
-  expect_contains(ngram(1, 3, true), {"one of them"});
+  expect_contains(ngram(4, 3, false), {"prompt_lookup_min is 4", "1 to prompt_lookup_max = 3"});
+  expect_contains(ngram(0, 3, false), {"prompt_lookup_min is 0"});
+  expect_contains(ngram(1, 300, false), {"prompt_lookup_max is 300", "256"});
+  expect_contains(ngram(1, 3, true),
+                  {"prompt_lookup_min is 1, but method is", "only with 'ngram'"});
 }
 
 }  // namespace

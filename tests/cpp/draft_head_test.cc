@@ -201,8 +201,8 @@ TEST(DraftHead, SpeculativeEqualsPlain) {
         options.speculative.draft_position = pick(DraftPosition::kLast, DraftPosition::kNext);
       }
       if (is_ngram) {
-        options.speculative.ngram_min = pick(1, 2);
-        options.speculative.ngram_max = pick(2, 4);
+        options.speculative.prompt_lookup_min = pick(1, 2);
+        options.speculative.prompt_lookup_max = pick(2, 4);
       }
     };
     expect_equals_plain({.target = target,
@@ -219,8 +219,8 @@ TEST(DraftHead, SpeculativeEqualsPlain) {
 TEST(Ngram, CyclesAreFoundAndMissesDraftNothing) {
   const auto target = oracle_target(false).build();  // greedy: f is a permutation, so it cycles
   ExecutorOptions options = small_engine_options(4);
-  options.speculative.ngram_min = 2;
-  options.speculative.ngram_max = 4;
+  options.speculative.prompt_lookup_min = 2;
+  options.speculative.prompt_lookup_max = 4;
   Executor executor(target, nullptr, options);
   const std::vector<Job> jobs = {
       {.prompt = {1}, .sampling = {.temperature = 0, .max_tokens = 200}}};

@@ -57,11 +57,11 @@ class EchoDrafter : public HostDrafter {
 // Options that change when and how things run, but never the output.
 void mix_options(ExecutorOptions& options, std::mt19937_64& random) {
   const Pick pick{random};
-  options.draft_driver =
+  options.speculative.draft_driver =
       pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager, DraftDriver::kWhile);
-  if (options.draft_driver == DraftDriver::kWhile && options.speculative.ngram_max == 0 &&
-      options.speculative.num_speculative_tokens > 0 &&
-      options.speculative.host_drafter == nullptr) {
+  if (options.speculative.draft_driver == DraftDriver::kWhile &&
+      options.speculative.prompt_lookup_max == 0 &&
+      options.speculative.num_speculative_tokens > 0 && options.speculative.drafter == nullptr) {
     options.speculative.draft_stop_threshold = pick(0.0, 0.02);
   }
   options.prefill_chunk_size = pick(0, 16);
@@ -102,10 +102,10 @@ TEST(GuidedEngine, EqualsPlainDecodingUnderTheSameConstraint) {
     const std::vector<Outcome> expected = run(plain, jobs);
     ExecutorOptions options = small_engine_options(static_cast<int32_t>(1 + random() % 8));
     if (is_ngram) {
-      options.speculative.ngram_min = 1;
-      options.speculative.ngram_max = 3;
+      options.speculative.prompt_lookup_min = 1;
+      options.speculative.prompt_lookup_max = 3;
     }
-    if (is_host) options.speculative.host_drafter = std::make_shared<EchoDrafter>();
+    if (is_host) options.speculative.drafter = std::make_shared<EchoDrafter>();
     mix_options(options, random);
     std::vector<Job> neighbours = random_jobs(random, pick(0, 6), kVocab, 1.0);
     constrain_some(neighbours, random, kVocab);
@@ -136,8 +136,9 @@ TEST(GuidedEngine, StandardAndBlockAcceptanceObeyTheConstraint) {
         std::vector<Job> jobs = random_jobs(random, 12, kVocab, temperature);
         constrain_some(jobs, random, kVocab);
         ExecutorOptions options = small_engine_options(5);
-        options.speculative.accept_method = method;
-        options.speculative.samples_drafts = samples_drafts;
+        options.speculative.rejection_sample_method = method;
+        options.speculative.draft_sample_method =
+            samples_drafts ? DraftSampleMethod::kProbabilistic : DraftSampleMethod::kGreedy;
         Executor engine(target, draft, options);
         const std::vector<Outcome> actual = run(engine, jobs);
         Executor plain(target, nullptr, small_engine_options(0));
@@ -165,7 +166,7 @@ TEST(GuidedEngine, RejectionKeepsTheDistributionUnderAConstraint) {
   const auto pairs = [&](AcceptMethod method, uint64_t first_seed) {
     ExecutorOptions options = small_engine_options(method == AcceptMethod::kCoupled ? 0 : 2);
     options.max_num_seqs = 64;
-    options.speculative.accept_method = method;
+    options.speculative.rejection_sample_method = method;
     Executor engine(target, method == AcceptMethod::kCoupled ? nullptr : draft, options);
     std::vector<Job> jobs(kSamples);
     for (Job& job : jobs) {
@@ -248,7 +249,8 @@ TEST(GuidedEngine, WindowsLoseDraftsWhereMasksDoNotFit) {
 TEST(GuidedEngine, ForcedTokensAreDrafts) {
   const auto target = tiny_model({}, 1);
   ExecutorOptions options = small_engine_options(4);
-  options.speculative.ngram_min = options.speculative.ngram_max = 200;  // never finds anything
+  options.speculative.prompt_lookup_min = options.speculative.prompt_lookup_max =
+      200;  // never finds anything
   Executor engine(target, nullptr, options);
   std::mt19937_64 random(2);
   std::vector<Job> jobs = random_jobs(random, 8, kVocab, 1.0, 20, 60);
@@ -287,7 +289,7 @@ class Failing : public TokenConstraint {
 TEST(GuidedEngine, AFailingConstraintEndsItsOwnSampleOnly) {
   const auto target = tiny_model({}, 1);
   ExecutorOptions options = small_engine_options(3);
-  options.speculative.ngram_min = options.speculative.ngram_max = 1;
+  options.speculative.prompt_lookup_min = options.speculative.prompt_lookup_max = 1;
   Executor engine(target, nullptr, options);
   constexpr std::array kMessages = {
       "no more", "the constraint returned 4 drafts; allowed: at most 3",
@@ -367,9 +369,9 @@ TEST(GuidedEngine, AResumedOutputGoesOnUnderItsConstraint) {
   for (const bool is_host : {true, false}) {
     ExecutorOptions options = small_engine_options(3);
     if (is_host) {
-      options.speculative.host_drafter = std::make_shared<EchoDrafter>();
+      options.speculative.drafter = std::make_shared<EchoDrafter>();
     } else {
-      options.speculative.ngram_min = options.speculative.ngram_max = 1;
+      options.speculative.prompt_lookup_min = options.speculative.prompt_lookup_max = 1;
     }
     Executor engine(target, nullptr, options);
     const std::vector<Outcome> whole = run(engine, jobs);
@@ -403,18 +405,20 @@ TEST(GuidedEngine, RefusesWhatItCannotGuide) {
   expect_refused([&] { add(engine, {.prompt = {1}, .score_prompt = true, .constraints = {toy}}); },
                  {"score_prompt"});
   ExecutorOptions options = small_engine_options(2);
-  options.speculative.accept_method = AcceptMethod::kSynthetic;
+  options.speculative.rejection_sample_method = AcceptMethod::kSynthetic;
   options.speculative.synthetic_acceptance_length = 2;
-  options.speculative.host_drafter = std::make_shared<EchoDrafter>();
+  options.speculative.drafter = std::make_shared<EchoDrafter>();
   {
     Executor synthetic(target, nullptr, options);
     expect_refused([&] { add(synthetic, {.prompt = {1}, .constraints = {toy}}); }, {"synthetic"});
   }
   options = small_engine_options(2);
-  options.speculative.host_drafter = std::make_shared<EchoDrafter>();
-  expect_refused([&] { Executor(target, target, options); }, {"host_drafter"});
-  options.speculative.accept_method = AcceptMethod::kStandard;
-  expect_refused([&] { Executor(target, nullptr, options); }, {"samples_drafts"});
+  options.speculative.drafter = std::make_shared<EchoDrafter>();
+  expect_refused([&] { Executor(target, target, options); },
+                 {"drafter is given, but method is 'draft_model'"});
+  options.speculative.rejection_sample_method = AcceptMethod::kStandard;
+  expect_refused([&] { Executor(target, nullptr, options); },
+                 {"draft_sample_method is 'probabilistic'"});
 }
 
 }  // namespace

@@ -91,8 +91,8 @@ TEST(EngineLogprobs, SpeculativeEqualsPlain) {
     ExecutorOptions options = options_of(k, max_logprobs);
     options.block_size = pick(8, 16, 32);
     options.prefill_chunk_size = pick(0, 7, 16);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
+    options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kEager, DraftDriver::kWhile);
     options.device_lateness = pick(0, 1, 2);
     options.poison_freed_blocks = true;
     options.num_threads = pick(1, 2);

@@ -140,8 +140,8 @@ TEST(EngineMixture, SpeculativeEqualsPlain) {
 
     const auto choose = [&](ExecutorOptions& options) {
       if (with != DraftedWith::kNgram) return;
-      options.speculative.ngram_min = 1;
-      options.speculative.ngram_max = 3;
+      options.speculative.prompt_lookup_min = 1;
+      options.speculative.prompt_lookup_max = 3;
     };
     expect_equals_plain({.target = target,
                          .drafter = drafter,

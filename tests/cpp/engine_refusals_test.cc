@@ -103,7 +103,7 @@ TEST(EngineRefusals, RefusesBadOptions) {
                   {"524288"});
   // Options that would have no effect.
   expect_contains(message([](O& o) { o.speculative.synthetic_acceptance_length = 2.5; }, true),
-                  {"synthetic_acceptance_length is 2.5; allowed: 0, unless"});
+                  {"synthetic_acceptance_length is 2.5, but rejection_sample_method is 'coupled'"});
   expect_contains(message([](O& o) { o.speculative.draft_stop_threshold = 0.5; }, false),
                   {"draft_stop_threshold is 0.5 but there is no drafter"});
   for (const DraftDriver driver :
@@ -111,18 +111,18 @@ TEST(EngineRefusals, RefusesBadOptions) {
     expect_contains(message(
                         [&](O& o) {
                           o.speculative.draft_stop_threshold = 0.5;
-                          o.draft_driver = driver;
+                          o.speculative.draft_driver = driver;
                         },
                         true),
-                    {"draft_stop_threshold is 0.5, but only the draft driver 'while'"});
+                    {"draft_stop_threshold is 0.5, but draft_driver is '", "only 'while'"});
   }
   expect_contains(message(
                       [](O& o) {
-                        o.speculative.accept_method = AcceptMethod::kBlock;
-                        o.speculative.num_draft_proposals = 7;
+                        o.speculative.rejection_sample_method = AcceptMethod::kBlock;
+                        o.speculative.draft_proposals = 7;
                       },
                       false),
-                  {"num_draft_proposals is 7"});
+                  {"draft_proposals is 7 but there is no drafter"});
 }
 
 TEST(EngineRefusals, RefusesMoreKvGroupsThanThereCanBe) {

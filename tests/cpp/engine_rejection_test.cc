@@ -29,7 +29,7 @@ constexpr auto kBlock = AcceptMethod::kBlock;
 
 ExecutorOptions options_of(int32_t k, AcceptMethod method = AcceptMethod::kCoupled) {
   ExecutorOptions options = small_engine_options(k);
-  options.speculative.accept_method = method;
+  options.speculative.rejection_sample_method = method;
   return options;
 }
 
@@ -43,7 +43,7 @@ TEST(RejectingEngine, SelfDraftAcceptsEverything) {
       for (const int32_t k : {1, 3, 16}) {
         std::mt19937_64 random(11);
         ExecutorOptions options = options_of(k, method);
-        options.speculative.num_draft_proposals = 64;  // the vocabulary
+        options.speculative.draft_proposals = 64;  // the vocabulary
         Executor executor(model, model, options);
         expect_all_accepted(executor, random_jobs(random, 12, 64, temperature));
       }
@@ -94,16 +94,18 @@ TEST(RejectingEngine, EqualsPlainAtTemperatureZero) {
     const std::vector<Outcome> expected = run(plain, jobs);
     ExecutorOptions options =
         options_of(static_cast<int32_t>(1 + random() % 16), pick(kStandard, kBlock));
-    options.speculative.samples_drafts = draft != nullptr && random() % 3 != 0;
-    if (options.speculative.samples_drafts) {
-      options.speculative.num_draft_proposals = pick(0, 1, 5, 256);
+    const bool samples_drafts = draft != nullptr && random() % 3 != 0;
+    options.speculative.draft_sample_method =
+        samples_drafts ? DraftSampleMethod::kProbabilistic : DraftSampleMethod::kGreedy;
+    if (samples_drafts) {
+      options.speculative.draft_proposals = pick(0, 1, 5, 256);
     }
     if (draft == nullptr) {
-      options.speculative.ngram_min = 1;
-      options.speculative.ngram_max = 3;
+      options.speculative.prompt_lookup_min = 1;
+      options.speculative.prompt_lookup_max = 3;
     }
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
+    options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kEager, DraftDriver::kWhile);
     options.prefill_chunk_size = pick(0, 16);
     options.device_lateness = pick(0, 1, 2);
     options.poison_freed_blocks = true;
@@ -138,8 +140,9 @@ TEST(RejectingEngine, ASeedGivesTheSameTokensByEveryDriver) {
       std::vector<Outcome> first;
       for (const DraftDriver driver : kDrivers) {
         ExecutorOptions options = options_of(4, method);
-        options.speculative.samples_drafts = samples_drafts;
-        options.draft_driver = driver;
+        options.speculative.draft_sample_method =
+            samples_drafts ? DraftSampleMethod::kProbabilistic : DraftSampleMethod::kGreedy;
+        options.speculative.draft_driver = driver;
         options.num_threads = driver == DraftDriver::kReplay ? 2 : 1;
         Executor executor(target, draft, options);
         const std::vector<Outcome> outcomes = run(executor, jobs);
@@ -203,7 +206,7 @@ TEST(RejectingEngine, DraftsStopEarly) {
   std::array<int64_t, 2> drafted = {};
   for (const bool stops : {false, true}) {
     ExecutorOptions options = options_of(6, kBlock);
-    options.draft_driver = DraftDriver::kWhile;
+    options.speculative.draft_driver = DraftDriver::kWhile;
     options.speculative.draft_stop_threshold = stops ? 0.3 : 0.0;
     Executor executor(target, draft, options);
     const std::vector<Outcome> actual = run(executor, jobs);
@@ -238,8 +241,9 @@ TEST(RejectingEngine, ProposalsAreInTheWorkspace) {
   const auto model = tiny_model(TinyModel{}, 3);
   const auto workspace = [&](bool samples_drafts, int32_t proposals) {
     ExecutorOptions options = options_of(4, kStandard);
-    options.speculative.samples_drafts = samples_drafts;
-    options.speculative.num_draft_proposals = proposals;
+    options.speculative.draft_sample_method =
+        samples_drafts ? DraftSampleMethod::kProbabilistic : DraftSampleMethod::kGreedy;
+    options.speculative.draft_proposals = proposals;
     const MemoryReport report = Executor(model, model, options).memory_report();
     int64_t sum = 0;
     for (const auto& [purpose, bytes] : report.workspace) sum += bytes;
@@ -268,30 +272,31 @@ TEST(RejectingEngine, RefusesBadOptions) {
     expect_contains(text, {part});
   };
   EXPECT_EQ(message([](S&) {}), "");
-  expect(message([](S& s) { s.num_draft_proposals = 257; }),
-         "num_draft_proposals is 257; allowed: 0 to 256");
-  expect(message([](S& s) { s.num_draft_proposals = -1; }), "num_draft_proposals is -1");
+  expect(message([](S& s) { s.draft_proposals = 257; }),
+         "draft_proposals is 257; allowed: 0 to 256");
+  expect(message([](S& s) { s.draft_proposals = -1; }), "draft_proposals is -1");
   expect(message([](S& s) {
-           s.samples_drafts = false;
-           s.num_draft_proposals = 8;
+           s.draft_sample_method = DraftSampleMethod::kGreedy;
+           s.draft_proposals = 8;
          }),
-         "num_draft_proposals is 8; allowed: 0");
+         "draft_proposals is 8, but rejection_sample_method is 'standard' and draft_sample_method "
+         "'greedy'; allowed: only with");
   expect(message([](S& s) {
-           s.accept_method = AcceptMethod::kCoupled;
-           s.num_draft_proposals = 8;
+           s.rejection_sample_method = AcceptMethod::kCoupled;
+           s.draft_proposals = 8;
          }),
-         "num_draft_proposals is 8; allowed: 0");
+         "draft_proposals is 8, but rejection_sample_method is 'coupled'");
   expect(message([](S& s) {
-           s.accept_method = AcceptMethod::kCoupled;
-           s.samples_drafts = false;
+           s.rejection_sample_method = AcceptMethod::kCoupled;
+           s.draft_sample_method = DraftSampleMethod::kGreedy;
          }),
-         "samples_drafts is false");
-  const auto look_up = [](S& s) { s.ngram_min = s.ngram_max = 2; };
-  expect(message(look_up, /*has_draft=*/false), "samples_drafts is true");
+         "draft_sample_method is 'greedy'");
+  const auto look_up = [](S& s) { s.prompt_lookup_min = s.prompt_lookup_max = 2; };
+  expect(message(look_up, /*has_draft=*/false), "draft_sample_method is 'probabilistic'");
   EXPECT_EQ(message(
                 [&](S& s) {
                   look_up(s);
-                  s.samples_drafts = false;
+                  s.draft_sample_method = DraftSampleMethod::kGreedy;
                 },
                 /*has_draft=*/false),
             "");

@@ -43,7 +43,7 @@ inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& r
   run_of.choose(options);
   options.block_size = pick(8, 16, 32);
   options.prefill_chunk_size = pick(0, 16, 3);
-  options.draft_driver =
+  options.speculative.draft_driver =
       pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager, DraftDriver::kWhile);
   options.device_lateness = pick(0, 1, 2);
   options.poison_freed_blocks = true;

@@ -126,8 +126,8 @@ TEST(Fork, SamplesEqualSeparateRequests) {
     const auto k = drafts ? static_cast<int32_t>(1 + random() % 16) : 0;
     options = options_of(k);
     if (models.is_ngram) {
-      options.speculative.ngram_min = 1;
-      options.speculative.ngram_max = 3;
+      options.speculative.prompt_lookup_min = 1;
+      options.speculative.prompt_lookup_max = 3;
     }
     options.block_size = pick(1, 8, 16, 32);
     options.enable_prefix_caching = seed % 2 == 0;
@@ -135,8 +135,8 @@ TEST(Fork, SamplesEqualSeparateRequests) {
     options.max_num_seqs = pick(8, 8, 3, 1);
     options.device_lateness = pick(0, 1, 2);
     options.num_threads = pick(1, 2);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
+    options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kEager, DraftDriver::kWhile);
     if (random() % 2 == 0) options.kv_cache_bytes = (models.is_large ? 800 : 220) << 10;
     Executor executor(models.target, models.draft, options);
     const std::vector<SampledJob> neighbours =
@@ -170,8 +170,8 @@ TEST(Fork, ThePromptIsPrefilledOnce) {
       const bool drafts = models.draft != nullptr || models.is_ngram;
       ExecutorOptions options = options_of(drafts ? 4 : 0);
       if (models.is_ngram) {
-        options.speculative.ngram_min = 1;
-        options.speculative.ngram_max = 3;
+        options.speculative.prompt_lookup_min = 1;
+        options.speculative.prompt_lookup_max = 3;
       }
       options.prefill_chunk_size = 24;
       options.device_lateness = static_cast<int32_t>(seed % 3);

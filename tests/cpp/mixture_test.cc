@@ -311,7 +311,28 @@ TEST(Mixture, WithAnExpertOrASharedExpertOfZerosEqualsTheOther) {
   }
 }
 
-// Whole models of random shapes against the equations in double precision.
+// A model of three layers against the equations in double precision.
+void expect_reference(const std::string& json, uint64_t seed) {
+  const RawModel raw = random_raw_model(json, seed);
+  const auto hidden = static_cast<size_t>(raw.config.hidden);
+  const std::vector<float> got = hidden_states(raw.build(), /*last=*/3, raw.config.hidden);
+  const reference::TargetStates want = reference::run_target(raw, prompt_of(32));
+  int64_t num_far = 0;
+  for (size_t row = 0; row < 40; ++row) {
+    double worst = 0;
+    for (size_t i = 0; i < hidden; ++i) {
+      const size_t at = row * hidden + i;
+      const size_t half = got.size() / 2;
+      worst = std::max(worst, std::fabs(got[at] - want.entering[1][row][i]) / 10);
+      worst = std::max(worst, std::fabs(got[half + at] - want.normed[row][i]));
+    }
+    num_far += worst > 1e-4 ? 1 : 0;
+  }
+  // A row whose experts are almost equally good may choose another.
+  EXPECT_LE(num_far, 1) << "seed " << seed;
+}
+
+// Whole models of random shapes.
 TEST(Mixture, MatchesReference) {
   int32_t num_deepseek = 0;
   for (uint64_t seed = 1; seed <= 24; ++seed) {
@@ -319,24 +340,29 @@ TEST(Mixture, MatchesReference) {
     TinyModel shape{.vocab_size = 32, .windows = {8, 0, 8}};
     make_mixture(shape, random);
     num_deepseek += shape.is_deepseek ? 1 : 0;
-    const RawModel raw = random_raw_model(tiny_config_json(shape), seed);
-    const std::vector<float> got = hidden_states(raw.build(), /*last=*/3, shape.hidden);
-    const reference::TargetStates want = reference::run_target(raw, prompt_of(32));
-    int64_t num_far = 0;
-    for (size_t row = 0; row < 40; ++row) {
-      double worst = 0;
-      for (size_t i = 0; i < static_cast<size_t>(shape.hidden); ++i) {
-        const size_t at = row * static_cast<size_t>(shape.hidden) + i;
-        const size_t half = got.size() / 2;
-        worst = std::max(worst, std::fabs(got[at] - want.entering[1][row][i]) / 10);
-        worst = std::max(worst, std::fabs(got[half + at] - want.normed[row][i]));
-      }
-      num_far += worst > 1e-4 ? 1 : 0;
-    }
-    // A row whose experts are almost equally good may choose another.
-    EXPECT_LE(num_far, 1) << "seed " << seed;
+    expect_reference(tiny_config_json(shape), seed);
   }
   EXPECT_GE(num_deepseek, 8);
+}
+
+TEST(Mixture, BesideADenseMlpMatchesReference) {
+  const std::string dense = R"({"intermediate":48,"activation":"silu","has_bias":false})";
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    std::string json =
+        tiny_config_json({.vocab_size = 32, .windows = {8, 0, 8}, .is_gemma = false});
+    const std::string both =
+        concat(R"({"dense": )", dense, R"(, "mixture": {"num_experts": 8, "top_k": )", 1 + seed % 4,
+               R"(, "intermediate": 24, "activation": "gelu_tanh", "has_bias": false, "router": )",
+               seed % 2 == 0 ? R"("softmax")" : R"("softmax_of_chosen")",
+               R"(, "has_router_bias": false, "logit_scale": 0.3, "has_expert_scales": true}})");
+    int32_t num_layers = 0;
+    for (size_t at = 0; (at = json.find(dense, at)) != std::string::npos; at += both.size()) {
+      json.replace(at, dense.size(), both);
+      ++num_layers;
+    }
+    ASSERT_EQ(num_layers, 3);
+    expect_reference(json, seed);
+  }
 }
 
 TEST(Mixture, HasActivationsForEveryPlace) {

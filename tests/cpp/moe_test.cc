@@ -102,6 +102,45 @@ TEST(RouteExperts, WeightsAreNanWhereTheBestLogitIsInfinite) {
   }
 }
 
+TEST(RouteExperts, SoftmaxOfAllExperts) {
+  TRACE_SEED();
+  Random random(102);
+  for (const auto& [num_experts, top_k] : {std::pair{1, 1}, {5, 2}, {128, 8}, {1000, 32}}) {
+    const int32_t num_rows = 50;
+    std::vector<float> logits = random.normals(int64_t{num_rows} * num_experts, 2.0f);
+    logits[0] = kNan;  // counts as -inf
+    if (num_experts == 1) logits[0] = 3;
+    const std::vector<float> scales = random.normals(num_experts);
+    for (const RouterRule rule : {RouterRule::kSoftmaxOfChosen, RouterRule::kSoftmax}) {
+      const Routing plain = route_by_softmax(logits, num_rows, num_experts, top_k, rule);
+      const Routing scaled =
+          route_by_softmax(logits, num_rows, num_experts, top_k, rule, 0.125f, scales);
+      EXPECT_EQ(plain.experts, scaled.experts);
+      EXPECT_EQ(plain.experts, route(logits, num_rows, num_experts, top_k).experts);
+      for (const auto& [routing, factor] : {std::pair{&plain, 1.0}, {&scaled, 0.125}}) {
+        for (int32_t row = 0; row < num_rows; ++row) {
+          const auto power = [&](int32_t e) {
+            const double logit = logits[static_cast<size_t>(row * num_experts + e)];
+            return std::isnan(logit) ? 0.0 : std::exp(logit * factor);
+          };
+          double sum = 0;
+          for (int32_t i = 0; i < (rule == RouterRule::kSoftmax ? num_experts : top_k); ++i) {
+            const bool is_of_all = rule == RouterRule::kSoftmax;
+            sum += power(is_of_all ? i : routing->experts[static_cast<size_t>(row * top_k + i)]);
+          }
+          for (int32_t i = 0; i < top_k; ++i) {
+            const auto at = static_cast<size_t>(row * top_k + i);
+            const int32_t expert = routing->experts[at];
+            const double scale = routing == &scaled ? scales[static_cast<size_t>(expert)] : 1.0;
+            EXPECT_NEAR(routing->weights[at], power(expert) / sum * scale, 1e-5)
+                << "row " << row << " place " << i << " of " << top_k;
+          }
+        }
+      }
+    }
+  }
+}
+
 // --- sort_expert_rows ----------------------------------------------------------------------------
 
 TEST(SortExpertRows, SortsByExpertAndThenByRow) {

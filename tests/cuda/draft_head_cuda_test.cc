@@ -120,7 +120,7 @@ TEST_F(CudaDraftHead, OraclesAreKeptByTheirLaws) {
       const RawModel raw = oracle_target(is_reduced);
       const auto head = on_gpu(oracle_head({.kind = kind, .is_reduced = is_reduced}, raw));
       ExecutorOptions options = options_of(5);
-      options.speculative.accept_method = method;
+      options.speculative.rejection_sample_method = method;
       std::mt19937_64 random(3);
       Executor executor(on_gpu(raw), head, options);
       Tally tally;
@@ -233,14 +233,14 @@ TEST_F(CudaDraftHead, SpeculativeEqualsPlain) {
     const auto k = static_cast<int32_t>(1 + random() % 16);
     options = options_of(k);
     if (is_ngram) {
-      options.speculative.ngram_min = pick(1, 2);
-      options.speculative.ngram_max = pick(2, 4);
+      options.speculative.prompt_lookup_min = pick(1, 2);
+      options.speculative.prompt_lookup_max = pick(2, 4);
     }
     options.block_size = pick(8, 16, 32);
     options.prefill_chunk_size = pick(0, 16, 100);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
-    if (options.draft_driver == DraftDriver::kWhile && !is_ngram && random() % 2 == 0) {
+    options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kEager, DraftDriver::kWhile);
+    if (options.speculative.draft_driver == DraftDriver::kWhile && !is_ngram && random() % 2 == 0) {
       options.speculative.draft_stop_threshold = pick(0.2, 0.6);
     }
     options.poison_freed_blocks = true;
@@ -260,7 +260,8 @@ TEST_F(CudaDraftHead, SpeculativeEqualsPlain) {
     for (size_t i = 0; i < jobs.size(); ++i) {
       expect_own_drafts(jobs[i], actual[i], k);
       ASSERT_EQ(actual[i].tokens, expected[i].tokens)
-          << "job " << i << " k " << k << " driver " << static_cast<int>(options.draft_driver);
+          << "job " << i << " k " << k << " driver "
+          << static_cast<int>(options.speculative.draft_driver);
       EXPECT_EQ(actual[i].reason, expected[i].reason);
     }
     EXPECT_EQ(speculative.check_integrity(), "");

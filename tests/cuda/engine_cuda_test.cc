@@ -173,9 +173,9 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     options = options_of(k);
     options.block_size = pick(8, 16, 32);
     options.prefill_chunk_size = pick(0, 16, 512);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
-    if (options.draft_driver == DraftDriver::kWhile && random() % 2 == 0) {
+    options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kEager, DraftDriver::kWhile);
+    if (options.speculative.draft_driver == DraftDriver::kWhile && random() % 2 == 0) {
       options.speculative.draft_stop_threshold = pick(0.2, 0.6);
     }
     options.poison_freed_blocks = true;
@@ -197,7 +197,8 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     for (size_t i = 0; i < jobs.size(); ++i) {
       expect_own_drafts(jobs[i], actual[i], k);
       ASSERT_EQ(actual[i].tokens, expected[i].tokens)
-          << "job " << i << " k " << k << " driver " << static_cast<int>(options.draft_driver);
+          << "job " << i << " k " << k << " driver "
+          << static_cast<int>(options.speculative.draft_driver);
       EXPECT_EQ(actual[i].reason, expected[i].reason);
       ASSERT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
       ASSERT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
@@ -256,8 +257,8 @@ TEST_F(CudaEngine, SelfDraftIsAcceptedByOtherMethods) {
     for (const double temperature : {0.0, 1.0}) {
       for (const int32_t k : {1, 3, 16}) {
         ExecutorOptions options = options_of(k);
-        options.speculative.accept_method = method;
-        options.speculative.num_draft_proposals = 64;  // the vocabulary
+        options.speculative.rejection_sample_method = method;
+        options.speculative.draft_proposals = 64;  // the vocabulary
         expect_self_draft(model, options, temperature);
       }
     }
@@ -286,10 +287,11 @@ TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
         for (const auto driver : {DraftDriver::kEager, DraftDriver::kUnrolled, DraftDriver::kReplay,
                                   DraftDriver::kWhile}) {
           ExecutorOptions options = options_of(5);
-          options.speculative.accept_method = method;
-          options.speculative.samples_drafts = samples_drafts;
-          options.speculative.num_draft_proposals = num_proposals;
-          options.draft_driver = driver;
+          options.speculative.rejection_sample_method = method;
+          options.speculative.draft_sample_method =
+              samples_drafts ? DraftSampleMethod::kProbabilistic : DraftSampleMethod::kGreedy;
+          options.speculative.draft_proposals = num_proposals;
+          options.speculative.draft_driver = driver;
           Executor executor(target, draft, options);
           const std::vector<Outcome> actual = run(executor, jobs);
           if (expected.empty()) expected = actual;
@@ -338,8 +340,8 @@ TEST_F(CudaEngine, SamplesEqualRequestsOfTheirOwn) {
     ExecutorOptions options = options_of(k);
     options.block_size = pick(8, 16, 32);
     options.prefill_chunk_size = pick(0, 16, 512);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
+    options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kEager, DraftDriver::kWhile);
     options.poison_freed_blocks = true;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
     if (random() % 4 == 0) options.host_delay_max_us = 2000;

@@ -56,9 +56,9 @@ TEST_F(CudaGuidedEngine, EqualsPlainDecodingUnderTheSameConstraint) {
     Executor plain(target, nullptr, options_of(0));
     const std::vector<Outcome> expected = run(plain, jobs);
     ExecutorOptions options = options_of(static_cast<int32_t>(1 + random() % 7));
-    if (is_ngram) options.speculative.ngram_min = options.speculative.ngram_max = 1;
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile,
-                                DraftDriver::kEager);
+    if (is_ngram) options.speculative.prompt_lookup_min = options.speculative.prompt_lookup_max = 1;
+    options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kWhile, DraftDriver::kEager);
     options.prefill_chunk_size = pick(0, 16);
     Executor speculative(target, draft, options);
     const std::vector<Outcome> actual = run(speculative, jobs);

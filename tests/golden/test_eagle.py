@@ -43,6 +43,7 @@ LLAMA = TinySpec("llama", seed=3, num_layers=8)
 QWEN3 = TinySpec("qwen3", seed=3, num_layers=8)
 GEMMA3 = TinySpec("gemma3", seed=3, num_layers=6)
 GPT_OSS = TinySpec("gpt_oss", seed=3, num_layers=8, quantization="mxfp4")
+QWEN3_MOE = TinySpec("qwen3_moe", seed=3, num_layers=8)
 
 CASES: dict[str, tuple[TinySpec, EagleSpec]] = {
     "eagle": (LLAMA, EagleSpec("eagle")),
@@ -97,6 +98,13 @@ CASES: dict[str, tuple[TinySpec, EagleSpec]] = {
         EagleSpec(
             "speculators", norm_before_residual=True, rope_theta=500_000.0, draft_vocab_size=32
         ),
+    ),
+    # Those for Qwen3-30B-A3B: of SpecForge, of `speculators`, and EAGLE-3.1.
+    "eagle3 on qwen3-moe": (QWEN3_MOE, EagleSpec("eagle3", owns_embedding=False)),
+    "speculators on qwen3-moe": (QWEN3_MOE, EagleSpec("speculators", norm_before_residual=True)),
+    "speculators on qwen3-moe, norms before fc, normed output": (
+        QWEN3_MOE,
+        EagleSpec("speculators", fc_norm=True, norm_output=True, norm_before_residual=True),
     ),
 }
 

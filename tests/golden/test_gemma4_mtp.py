@@ -79,6 +79,7 @@ CASES: dict[str, tuple[TinySpec, AssistantSpec]] = {
         AssistantSpec(seed=4, centroids=(16, 3), old_spelling=True),
     ),
     "E2B-like without clusters": (E2B, AssistantSpec(seed=5)),
+    "26B-like": (replace(DENSE, seed=65, has_experts=True, top_k=3), AssistantSpec(seed=14)),
     "unified": (UNIFIED, AssistantSpec(seed=6)),
     "unified with clusters, as published": (
         replace(UNIFIED, old_spelling=True),

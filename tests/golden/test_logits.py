@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from logits_golden import PROMPT_TOKENS, assert_close, check_that_it_shows, logits_of, prompt_of
+from logits_golden import (
+    PROMPT_TOKENS,
+    assert_close,
+    check_that_a_tensor_shows,
+    check_that_it_shows,
+    logits_of,
+    prompt_of,
+)
 from tiny_models import (
     FULL,
     SLIDING,
@@ -28,6 +36,17 @@ from tiny_models import (
 pytestmark = pytest.mark.golden
 
 HEADS = ((4, 4, 16), (4, 2, 32), (4, 1, 64))  # query heads, kv heads, head size: ratios 1, 2, 4
+
+GEMMA4_EXPERTS = TinySpec(
+    "gemma4",
+    has_experts=True,
+    top_k=3,
+    layer_types=(SLIDING, FULL) * 2,
+    k_eq_v=True,
+    shared_layers=0,
+    per_layer_size=0,
+    logit_soft_cap=30.0,
+)
 
 SPECS = [
     # Seeds, GQA ratios and head sizes.
@@ -99,6 +118,11 @@ SPECS = [
     TinySpec("gemma4", seed=41, layer_types=(SLIDING, FULL, SLIDING, SLIDING, FULL, FULL)),
     TinySpec("gemma4", seed=42, vocab_size=131, hidden_size=72, intermediate_size=90, head_dim=18),
     TinySpec("gemma4", seed=43, shards=3, dtype="bfloat16", k_eq_v=True),
+    # The 26B model, whose layers have a mixture beside the dense MLP; then with other features too.
+    *(replace(GEMMA4_EXPERTS, seed=44, dtype=dtype) for dtype in ("float32", "bfloat16")),
+    replace(GEMMA4_EXPERTS, seed=45, old_spelling=True, num_experts=11, hidden_size=72, shards=2),
+    replace(GEMMA4_EXPERTS, seed=46, top_k=8, per_layer_size=8, shared_layers=2),
+    replace(GEMMA4_EXPERTS, seed=47, top_k=1, k_eq_v=False, layer_types=None, tied=False),
 ]
 
 
@@ -118,10 +142,13 @@ def test_short_prompts(family: str, length: int) -> None:
     assert_close(logits_of(make(spec), prompt), reference_logits(make(spec), prompt))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+@pytest.mark.parametrize(
+    "spec",
+    [TinySpec("gemma3", seed=21), TinySpec("gemma4", seed=21), replace(GEMMA4_EXPERTS, seed=21)],
+    ids=describe,
+)
 @pytest.mark.parametrize("chunk", [1, 16, 45])
-def test_chunked_prefill_gives_the_samelogits_of(family: str, chunk: int) -> None:
-    spec = TinySpec(family, seed=21)
+def test_chunked_prefill_gives_the_samelogits_of(spec: TinySpec, chunk: int) -> None:
     prompt = prompt_of(spec)
     whole = logits_of(make(spec), prompt)
     chunked = logits_of(make(spec), prompt, prefill_chunk_size=chunk)
@@ -289,6 +316,55 @@ def test_a_wrong_fact_of_gemma4_shows(fact: str, monkeypatch: pytest.MonkeyPatch
     """As `test_a_wrong_fact_shows`, for the switches that only Gemma 4 has."""
     spec = TinySpec("gemma4", seed=1, logit_soft_cap=8.0)
     check_that_it_shows(spec, WRONG_FACTS_OF_GEMMA4[fact], monkeypatch)
+
+
+def _set_mixtures(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        for layer in config["layers"]:
+            layer["mlp"]["mixture"] |= changes
+
+    return change
+
+
+WRONG_FACTS_OF_EXPERTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "router without hidden^-0.5": _set_mixtures(logit_scale=1.0),
+    # The norm after the mixture cancels a factor on all weights of a row.
+    "one expert less": _set_mixtures(top_k=2),
+    "activation": _set_mixtures(activation="silu"),
+}
+
+
+@pytest.mark.parametrize("fact", WRONG_FACTS_OF_EXPERTS)
+def test_a_wrong_fact_of_experts_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(GEMMA4_EXPERTS, seed=1)
+    check_that_it_shows(spec, WRONG_FACTS_OF_EXPERTS[fact], monkeypatch)
+
+
+# The names of tensors whose values a wrong tensor has instead.
+WRONG_TENSORS_OF_EXPERTS = {
+    "experts read the dense input": ("pre_feedforward_layernorm_2", "pre_feedforward_layernorm"),
+    "norms of branches swapped": ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    "scale of the router": ("router.scale", "pre_feedforward_layernorm.weight"),
+    "no scales of experts": ("router.per_expert_scale", None),
+    "gate and up exchanged": ("experts.gate_up_proj", None),
+}
+
+
+@pytest.mark.parametrize("fact", WRONG_TENSORS_OF_EXPERTS)
+def test_a_wrong_tensor_of_experts_shows(fact: str, tmp_path: Path) -> None:
+    spec = replace(GEMMA4_EXPERTS, seed=1)
+    path, prompt = make(spec), prompt_of(spec)
+    tensors = load_tensors(path)
+    wrong, source = WRONG_TENSORS_OF_EXPERTS[fact]
+
+    def change(name: str, tensor: Any) -> Any:
+        if wrong not in name:
+            return tensor
+        if source is not None:
+            return tensors[name.replace(wrong, source)]
+        return tensor.roll(tensor.shape[1] // 2, 1) if tensor.ndim > 1 else tensor * 0 + 1
+
+    check_that_a_tensor_shows(path, prompt, reference_logits(path, prompt), change, tmp_path)
 
 
 @pytest.mark.parametrize("fact", WRONG_FACTS)

@@ -167,8 +167,8 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "num_speculative_tokens": cell.k,
         "draft_driver": cell.driver,
         "draft_stop_threshold": cell.draft_stop_threshold if can_stop else 0.0,
-        "ngram_min": 1 if cell.drafter == "ngram" else 0,
-        "ngram_max": 3 if cell.drafter == "ngram" else 0,
+        "prompt_lookup_min": 1 if cell.drafter == "ngram" else 0,
+        "prompt_lookup_max": 3 if cell.drafter == "ngram" else 0,
         "device_lateness": cell.lateness,
         "poison_freed_blocks": True,
         "max_logprobs": MAX_LOGPROBS,
@@ -276,9 +276,9 @@ def test_other_acceptance_at_temperature_zero(method: str, samples_drafts: bool)
             continue
         check(
             cell,
-            accept_method=method,
-            samples_drafts=samples_drafts,
-            num_draft_proposals=rng.choice([0, 1, 5, 256]) if samples_drafts else 0,
+            rejection_sample_method=method,
+            draft_sample_method="probabilistic" if samples_drafts else "greedy",
+            draft_proposals=rng.choice([0, 1, 5, 256]) if samples_drafts else 0,
         )
 
 

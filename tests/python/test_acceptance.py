@@ -31,9 +31,9 @@ def tokens(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[list
 @pytest.mark.parametrize(
     ("extra", "options"),
     [
-        ({}, (True, 64)),
-        ({"x": {"draft_proposals": 3}}, (True, 3)),
-        ({"draft_sample_method": "greedy"}, (False, 0)),
+        ({}, ("probabilistic", 64)),
+        ({"x": {"draft_proposals": 3}}, ("probabilistic", 3)),
+        ({"draft_sample_method": "greedy"}, ("greedy", 0)),
     ],
 )
 def test_tokens_at_temperature_0_are_those_of_plain_decoding(
@@ -42,15 +42,15 @@ def test_tokens_at_temperature_0_are_those_of_plain_decoding(
     speculative_config: dict[str, Any],
     method: str,
     extra: dict[str, Any],
-    options: tuple[bool, int],
+    options: tuple[str, int],
 ) -> None:
     config = speculative_config | {"rejection_sample_method": method} | extra
     runs = []
     for _ in range(2):
         with LLM(target_dir, speculative_config=config, max_num_seqs=8) as llm:
             seen = llm._executor.options
-            assert seen["accept_method"] == method
-            assert (seen["samples_drafts"], seen["num_draft_proposals"]) == options
+            assert seen["rejection_sample_method"] == method
+            assert (seen["draft_sample_method"], seen["draft_proposals"]) == options
             assert tokens(llm, GREEDY) == tokens(plain_llm, GREEDY)
             runs.append(tokens(llm, SAMPLED))
             (output,) = llm.generate([PROMPTS[0]], SAMPLED[0])
@@ -66,7 +66,7 @@ def test_tokens_at_temperature_0_are_those_of_plain_decoding(
 def test_prompt_lookup_is_greedy(target_dir: Path, plain_llm: LLM, method: str) -> None:
     config = PROMPT_LOOKUP | {"rejection_sample_method": method}
     with LLM(target_dir, speculative_config=config, max_num_seqs=8) as llm:
-        assert llm._executor.options["samples_drafts"] is False
+        assert llm._executor.options["draft_sample_method"] == "greedy"
         assert tokens(llm, GREEDY) == tokens(plain_llm, GREEDY)
         for row in tokens(llm, SAMPLED):
             assert len(row) == 24
@@ -74,5 +74,5 @@ def test_prompt_lookup_is_greedy(target_dir: Path, plain_llm: LLM, method: str) 
 
 def test_coupled_is_the_default(llm: LLM) -> None:
     seen = llm._executor.options
-    assert (seen["accept_method"], seen["samples_drafts"]) == ("coupled", True)
-    assert seen["num_draft_proposals"] == 0
+    assert seen["rejection_sample_method"] == "coupled"
+    assert (seen["draft_sample_method"], seen["draft_proposals"]) == ("probabilistic", 0)

@@ -49,6 +49,7 @@ def stored(name: str) -> tuple[int, int]:
         ("qwen3.5-9b", 2 * 8_953_803_264, 8_953_803_264),
         ("qwen3.8-27b", 2 * 26_895_998_464, 26_895_998_464),
         ("qwen3.6-35b-a3b", 2 * 34_660_610_688, 34_660_610_688),
+        ("qwen3-30b-a3b", 2 * 30_532_122_624, 30_532_122_624),
     ],
 )
 def test_sizes_of_checkpoints(name: str, num_bytes: int, num_parameters: int) -> None:
@@ -244,6 +245,47 @@ def test_the_assistant_of_gemma4() -> None:
     assert step == pytest.approx(806.5, abs=0.1)  # as published
 
 
+def test_qwen3_moe_and_its_draft_head() -> None:
+    config = named("qwen3-30b-a3b")
+    costs = matrix_costs(config, "bfloat16")
+    assert (costs.num_experts, costs.expert_bytes) == (128, 48 * 9_437_184)
+    # The published bytes of a token have norms, too: of layers, heads, and the last one.
+    vectors = 48 * (2 * 2048 + 2 * 128) + 2048
+    assert pass_bytes(costs, 8) == 2 * (3_041_867_776 - vectors)
+    assert kv_bytes_read(config, 1, 2) == 98_304
+    # A byte for each element of an expert, and float scales of 128 x 128 blocks.
+    scaled = matrix_costs(named("qwen3-30b-a3b-fp8"), "bfloat16")
+    assert scaled.expert_bytes == 48 * (9_437_184 // 2 + 4 * 3 * 6 * 16)
+    assert stored("qwen3-30b-a3b-fp8")[1] == 30_532_122_624
+    target = Target(Path("qwen3-30b-a3b"), "Qwen3MoeForCausalLM", config, "bfloat16")
+    head = models._named_config("qwen3-30b-a3b-eagle3")
+    described = drafter_config(head, target, source="qwen3-30b-a3b-eagle3")
+    assert described["drafter"]["aux_layers"] == [2, 24, 45]
+    layer = (4096 + 2 * 512) * 4096 + 2048 * 4096 + 3 * 12_288 * 2048
+    parameters = all_parameters(matrix_costs(described, "bfloat16"))
+    assert parameters == 2048 * 6144 + layer + 32_000 * 2048
+
+
+def test_gemma4_with_experts_and_its_assistant() -> None:
+    config = named("gemma4-26b-a4b")
+    costs = matrix_costs(config, "bfloat16")
+    assert (costs.num_experts, costs.expert_bytes) == (128, 30 * 11_894_784)
+    dense, router = 3 * 2112 * 2816, 128 * 2816
+    sliding = 2816 * (4096 + 2 * 2048) + 4096 * 2816
+    full = 2816 * (8192 + 1024) + 8192 * 2816
+    shared = 30 * (dense + router) + 25 * sliding + 5 * full + 262_144 * 2816
+    assert costs.shared_bytes == 2 * shared
+    # 25 sliding layers with 8 KV heads of 256, 5 full ones with 2 of 512 whose keys are values.
+    assert kv_bytes_read(config, 1, 2) == 25 * 8192 + 5 * 4096
+    target = Target(Path("gemma4-26b-a4b"), "Gemma4ForConditionalGeneration", config, "bfloat16")
+    assistant = models._named_config("gemma4-26b-a4b-assistant")
+    described = drafter_config(assistant, target, source="gemma4-26b-a4b-assistant")
+    assert described["drafter"]["target_hidden_size"] == 2816
+    assert [layer["attention"]["num_kv_heads"] for layer in described["layers"]] == [8, 8, 8, 2]
+    step = all_parameters(matrix_costs(described, "bfloat16"))
+    assert step == pytest.approx(0.4e9, rel=0.06)  # as published
+
+
 def test_glm_and_its_mtp_layer() -> None:
     config = named("glm-4.7-flash")
     costs = matrix_costs(config, "bfloat16")
@@ -277,7 +319,17 @@ def test_deepseek_v4_and_its_mtp_layer() -> None:
     assert pass_bytes(step, 6) == pytest.approx(1.2205 * 2**30, rel=3e-3)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4-flash", "gpt-oss-20b", "gemma3-27b", "gemma4-12b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v4-flash",
+        "gpt-oss-20b",
+        "gemma3-27b",
+        "gemma4-12b",
+        "gemma4-26b-a4b",
+        "qwen3-30b-a3b",
+    ],
+)
 def test_the_first_layers_of_a_shape(name: str) -> None:
     whole = named(name)["layers"]
     cut = models.first_layers(models._named_config(name), 6, name)

@@ -37,8 +37,11 @@ SPECS = [
     TinySpec("qwen3_5", dtype="bfloat16", shards=2),
     TinySpec("qwen3_next"),
     TinySpec("gpt_oss", quantization="mxfp4", dtype="bfloat16", shards=2),
+    TinySpec("qwen3_moe", dtype="bfloat16", shards=2, num_layers=3, dense_layers=(1,)),
+    TinySpec("gemma4", dtype="bfloat16", has_experts=True),
     # More rows and columns than a block, and parts of q, k and v that are smaller.
     TinySpec("qwen3", quantization="fp8_block", dtype="bfloat16", intermediate_size=288),
+    TinySpec("qwen3_moe", quantization="fp8_block", hidden_size=192, expert_size=160),
     TinySpec("llama", quantization="fp8_row"),
     TinySpec("gemma3", quantization="fp8_tensor", exact_scales=True),
 ]

@@ -64,3 +64,13 @@ def test_size() -> None:
         assert sum(f.stat().st_size for folder in folders for f in folder.iterdir()) <= MAX_BYTES
     first, second = ((folder / "tokenizer.json").read_bytes() for folder in pair)
     assert first == second == (drafters[1] / "tokenizer.json").read_bytes()
+
+
+def test_tokenizer_is_stored_once() -> None:
+    # In the sources; a wheel, which has no links, has a copy for each folder.
+    demos = Path(__file__).parents[2] / "python" / "paceline" / "demo"
+    files = list(demos.glob("*/tokenizer.json"))
+    assert len(files) == 3
+    assert [file for file in files if not file.is_symlink()] == [
+        demos / "gemma3_code" / "tokenizer.json"
+    ]

@@ -95,7 +95,7 @@ def test_fields_of_a_header() -> None:
     assert event["finish_reason"].default == "FinishReason::kNone"
     # One comment for two fields.
     options = CPP["paceline/paceline.h", "paceline_options"]
-    assert ["ngram_min", "ngram_max"] in [
+    assert ["prompt_lookup_min", "prompt_lookup_max"] in [
         item.names for part in options.sections for item in part.items
     ]
     # A comment that goes on below its line.

@@ -160,6 +160,28 @@ def test_published_layouts_for_gpt_oss(
     assert "has_sinks" not in layer["attention"] and "num_experts" not in layer["mlp"]
 
 
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_published_layouts_for_qwen3_moe(layout: str, draft_head: Callable[..., Path]) -> None:
+    """SpecForge's files name outputs of layers; those of `speculators` name the target's class."""
+    target = TinySpec("qwen3_moe", seed=42, num_layers=8)
+    path = draft_head(layout, target=target, fc_norm=layout == "speculators")
+    if layout == "eagle3":
+        ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
+        edit_config(path, architectures=["LlamaForCausalLMEagle3"], eagle_config=ids)
+    else:
+        verifier: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"]}
+        edit_config(path, speculators_config={"verifier": verifier})
+    checkpoint = opened(path, target)
+    assert checkpoint.config["drafter"]["aux_layers"] == [2, 4, 5]
+    assert checkpoint.config["drafter"]["fc_norm"] is (layout == "speculators")
+    assert "num_experts" not in checkpoint.config["layers"][0]["mlp"]
+    if layout == "speculators":
+        verifier["architectures"] = ["Qwen3ForCausalLM"]
+        edit_config(path, speculators_config={"verifier": verifier})
+        with raises(ValueError, "was made for another target", "'Qwen3MoeForCausalLM'"):
+            opened(path, target)
+
+
 def test_absent_flags(draft_head: Callable[..., Path]) -> None:
     """An absent norm_before_residual is false in SafeAILab's files and true in others."""
     path = draft_head("speculators", norm_before_residual=None)
@@ -168,10 +190,11 @@ def test_absent_flags(draft_head: Callable[..., Path]) -> None:
     assert any("norm_before_residual" in note for note in checkpoint.notes)
 
 
-def test_ids_under_another_key(draft_head: Callable[..., Path]) -> None:
+def test_ids_under_another_key_are_of_outputs(draft_head: Callable[..., Path]) -> None:
+    """SpecForge's [1, L // 2 - 1, L - 4] are the default (2, L // 2, L - 3) of inputs."""
     path = draft_head("eagle3")
-    edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 7]})
-    assert opened(path).config["drafter"]["aux_layers"] == [0, 3, 7]
+    edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 6]})
+    assert opened(path).config["drafter"]["aux_layers"] == [1, 4, 7]
 
 
 def test_narrower_head_with_more_layers(draft_head: Callable[..., Path]) -> None:

@@ -25,6 +25,8 @@ FAMILIES = {
     "gemma4": TinySpec("gemma4"),
     "glm4_moe_lite": TinySpec("glm4_moe_lite"),
     "qwen3_5": TinySpec("qwen3_5"),
+    "qwen3_moe": TinySpec("qwen3_moe"),
+    "gemma4_experts": TinySpec("gemma4", has_experts=True),
 }
 ENGINE: dict[str, Any] = {
     "device": "cpu", "max_num_seqs": 3, "max_model_len": 256, "kv_cache_bytes": 16 << 20,

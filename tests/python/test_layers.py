@@ -41,8 +41,8 @@ KIND_ROOMS = {
     "weights": "model/weights",
     "layer": "model/forward",
 }
-#: Kinds that are made of another one.
-KINDS_OF_KINDS = {"moe": "dense"}
+#: Kinds that are made of others.
+KINDS_OF_KINDS = {"moe": ("dense",), "parallel": ("dense", "moe")}
 #: Where kinds are named outside of their folders: one list at each of the three floors.
 KIND_LISTS = {
     "model/description/layer_config.h",
@@ -77,7 +77,7 @@ def may_include(room: str, included: str, columns: dict[str, str]) -> bool:
 def may_name(path: str, kind: str) -> bool:
     """Whether a file may include a header of a kind of layer; "" is no kind."""
     own = kind_of(path)
-    return kind in ("", own, KINDS_OF_KINDS.get(own)) or path in KIND_LISTS
+    return kind in ("", own, *KINDS_OF_KINDS.get(own, ())) or path in KIND_LISTS
 
 
 def violations(files: dict[str, str], columns: dict[str, str]) -> list[str]:
@@ -150,6 +150,7 @@ KIND_WORDS = {
     "recurrent": r"\bRecurrent(Attention(Weights)?|Scratch|Widths)\b",
     "dense": r"\bDenseMlp\w*",
     "moe": r"\bMoe(Mlp\w*|Scratch|Widths)\b",
+    "parallel": r"\bParallel(Mlp\w*|Scratch|Widths)\b",
 }
 
 
@@ -165,7 +166,7 @@ def test_a_kind_is_named_in_eight_files(kind: str) -> None:
     ]
     own = [path for path in naming if kind_of(path) == kind]
     others = [path for path in naming if kind_of(path) != kind]
-    made_of_it = [path for path in others if KINDS_OF_KINDS.get(kind_of(path)) == kind]
+    made_of_it = [path for path in others if kind in KINDS_OF_KINDS.get(kind_of(path), ())]
     assert len(own) == 5
     assert set(others) - set(made_of_it) <= KIND_LISTS, others
     assert len(own) + len(KIND_LISTS) <= 8

@@ -20,7 +20,7 @@ LIMITS: dict[str, Any] = {
     **{option.name: option.high for option in (ENGINE | SPECULATIVE).values() if option.high},
 }
 OPTIONS = {"max_model_len": 64, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2, "max_logprobs": 64}
-NGRAM = {"num_speculative_tokens": 2, "ngram_min": 1, "ngram_max": 2, "samples_drafts": True}
+NGRAM = {"num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def executor(target_dir: Path) -> Iterator[_core.Executor]:
         ("max_num_batched_tokens", {}, "max_num_batched_tokens"),
         ("logprobs", {}, "max_logprobs"),
         ("num_speculative_tokens", NGRAM, "num_speculative_tokens"),
-        ("ngram_max", NGRAM, "ngram_max"),
-        ("num_draft_proposals", {}, "num_draft_proposals"),
+        ("prompt_lookup_max", NGRAM, "prompt_lookup_max"),
+        ("draft_proposals", {}, "draft_proposals"),
     ],
 )
 def test_options_of_the_engine(
@@ -106,10 +106,10 @@ def test_python_has_the_same_limits_of_speculation() -> None:
     assert config(num_speculative_tokens=k).num_speculative_tokens == k
     with raises(ValueError, "num_speculative_tokens", f"from 1 to {k}"):
         config(num_speculative_tokens=k + 1)
-    most = LIMITS["ngram_max"]
+    most = LIMITS["prompt_lookup_max"]
     with raises(ValueError, "prompt_lookup_max", f"from 1 to {most}"):
         config(prompt_lookup_max=most + 1)
-    most = LIMITS["num_draft_proposals"]
+    most = LIMITS["draft_proposals"]
     sampled = {"method": "draft_model", "model": "a", "rejection_sample_method": "standard"}
     assert config(**sampled).draft_proposals == LIMITS["default_draft_proposals"]
     with raises(ValueError, "draft_proposals", f"from 1 to {most}"):
@@ -119,7 +119,7 @@ def test_python_has_the_same_limits_of_speculation() -> None:
 def test_capabilities_have_them_too() -> None:
     found = capabilities()
     assert found["max_num_speculative_tokens"] == LIMITS["num_speculative_tokens"]
-    assert found["max_draft_proposals"] == LIMITS["num_draft_proposals"]
+    assert found["max_draft_proposals"] == LIMITS["draft_proposals"]
     assert found["block_sizes"] == {"min": 1, "max": LIMITS["block_size"]}
     assert found["max_num_seqs"] == {"min": 1, "max": LIMITS["max_num_seqs"]}
     assert found["max_n"] == LIMITS["n"]

@@ -71,6 +71,19 @@ GEMMA4_31B = GEMMA4 | {
     "final_logit_softcapping": 30.0,
 }
 
+GEMMA4_26B_A4B = GEMMA4_31B | {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+
 
 def test_llama_defaults() -> None:
     config = loader.decoder_config(LLAMA)
@@ -239,6 +252,33 @@ def test_gemma4_31b_as_published() -> None:
     assert "layers.5.attn.v.weight" not in shapes
     assert shapes["layers.5.attn.o.weight"] == (5376, 16_384)
     assert shapes["layers.0.attn.v.weight"] == (4096, 5376)
+
+
+def test_gemma4_26b_a4b_as_published() -> None:
+    config = loader.decoder_config(GEMMA4_26B_A4B)
+    for layer in config["layers"]:
+        assert layer["mlp"] == {
+            "dense": {"intermediate": 2112, "activation": "gelu_tanh", "has_bias": False},
+            "mixture": {
+                "num_experts": 128,
+                "top_k": 8,
+                "intermediate": 704,
+                "activation": "gelu_tanh",
+                "has_bias": False,
+                "router": "softmax_of_chosen",
+                "has_router_bias": False,
+                "logit_scale": float(np.float32(2816**-0.5)),
+                "has_expert_scales": True,
+            },
+        }
+    specs = families.translate(
+        hf_config.parse_hf_config(GEMMA4_26B_A4B, "x", families.ARCHITECTURES)
+    ).tensors
+    shapes = {spec.name: spec.shape for spec in specs}
+    assert shapes["layers.5.mlp.gate.weight"] == (2112, 2816)
+    assert shapes["layers.5.mlp.experts.gate_up.weight"] == (128, 1408, 2816)
+    assert shapes["layers.5.mlp.experts.down.weight"] == (128, 2816, 704)
+    assert shapes["layers.5.mlp.router.expert_scales"] == (128,)
 
 
 def test_gemma4_defaults_are_those_of_transformers() -> None:

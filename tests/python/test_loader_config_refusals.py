@@ -30,9 +30,27 @@ ALL_ARCHITECTURES = (
     ("kind", "changes", "parts"),
     [
         (
-            NotImplementedError,
+            ModelFileError,
             {"enable_moe_block": True},
-            ('"enable_moe_block" is true', "dense sizes", "mixtures of experts"),
+            ('"num_experts" is missing', "an integer from 1"),
+        ),
+        (
+            ModelFileError,
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
+            ('"top_k_experts" is 5', "from 1 to", '"num_experts" (4)'),
+        ),
+        (
+            ModelFileError,
+            {
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 20,
+            },
+            (
+                '"moe_intermediate_size": layers[0].mlp.mixture.intermediate is 20',
+                "a multiple of 8",
+            ),
         ),
         (
             NotImplementedError,

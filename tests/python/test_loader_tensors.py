@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +215,36 @@ def test_unused_kv_of_gemma4_is_ignored_where_it_is_unused(copy_of: Callable[...
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_every_tensor_of_transformers_is_used(family: str) -> None:
-    path = make(TinySpec(family, tied=False, attention_bias=True))
+def test_name_map_of_gemma4_with_experts() -> None:
+    checkpoint = open_checkpoint(make(TinySpec("gemma4", has_experts=True)))
+    sources = {tensor.spec.name: tensor.source for tensor in checkpoint.tensors}
+    layer = "model.layers.3."
+    assert {
+        name.removeprefix("layers.3.mlp."): source.removeprefix(layer)
+        for name, source in sources.items()
+        if name.startswith("layers.3.mlp.")
+    } == {
+        "gate.weight": "mlp.gate_proj.weight",
+        "up.weight": "mlp.up_proj.weight",
+        "down.weight": "mlp.down_proj.weight",
+        "dense_norm.weight": "post_feedforward_layernorm_1.weight",
+        "router_norm.weight": "router.scale",
+        "expert_norm.weight": "pre_feedforward_layernorm_2.weight",
+        "mixture_norm.weight": "post_feedforward_layernorm_2.weight",
+        "router.weight": "router.proj.weight",
+        "router.expert_scales": "router.per_expert_scale",
+        "experts.gate_up.weight": "experts.gate_up_proj",
+        "experts.down.weight": "experts.down_proj",
+    }
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*map(TinySpec, tiny_models.FAMILIES), TinySpec("gemma4", has_experts=True)],
+    ids=tiny_models.describe,
+)
+def test_every_tensor_of_transformers_is_used(spec: TinySpec) -> None:
+    path = make(replace(spec, tied=False, attention_bias=True))
     sources = {tensor.source for tensor in open_checkpoint(path).tensors}
     assert sources == set(tiny_models.load_tensors(path))
 

@@ -302,5 +302,5 @@ def test_the_layer_of_another_target(with_layer: Callable[..., Path], tmp_path: 
 def test_feedback_is_refused_for_other_drafters() -> None:
     path = make(SPEC)
     config = {"model": str(path), "num_speculative_tokens": K, "x": {"draft_feedback": "raw"}}
-    with raises(ValueError, "['draft_feedback'] is 'raw'", "a draft model", "only with 'mtp'"):
+    with raises(ValueError, "['draft_feedback'] is 'raw'", "is 'draft_model'", "only with 'mtp'"):
         outputs(path, config)

@@ -27,7 +27,8 @@ def test_ngram(lengths: tuple[int, int]) -> None:
     }
     with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
         assert llm.draft is None
-        assert (llm._executor.options["ngram_min"], llm._executor.options["ngram_max"]) == lengths
+        seen = llm._executor.options
+        assert (seen["prompt_lookup_min"], seen["prompt_lookup_max"]) == lengths
         assert outputs(llm) == plain_outputs(TARGET)
         assert llm._executor.check_integrity() == ""
 

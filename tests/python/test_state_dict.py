@@ -35,12 +35,15 @@ FAMILIES = {
     "glm4_moe_lite": TinySpec("glm4_moe_lite"),
     "qwen3_5_moe": TinySpec("qwen3_5_moe"),
     "qwen3_next": TinySpec("qwen3_next"),
+    "qwen3_moe": TinySpec("qwen3_moe", num_layers=3, dense_layers=(1,)),
+    "gemma4_experts": TinySpec("gemma4", has_experts=True),
 }
 # With scales: as the tensors of files, not as modules of transformers.
 SCALED = {
     "mxfp4": TinySpec("gpt_oss", quantization="mxfp4"),
     "fp8_block": TinySpec("qwen3", quantization="fp8_block", dtype="bfloat16"),
     "fp8_row": TinySpec("llama", quantization="fp8_row"),
+    "fp8_experts": TinySpec("qwen3_moe", quantization="fp8_block", expert_size=32),
     "fp8_tensor": TinySpec("gemma3", quantization="fp8_tensor", dtype="bfloat16"),
 }
 ENGINE: dict[str, Any] = {

@@ -18,8 +18,8 @@ namespace paceline::testing {
 // Changes options by the number of a cell of a test: the chunks of prompts and the draft driver.
 inline void vary_options(ExecutorOptions& options, uint64_t cell) {
   options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
-  options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
-                                    DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+  options.speculative.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                                DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
 }
 
 // Runs jobs to their end. At least `fewest_drafts` drafts are verified, and all of them accepted.

@@ -60,7 +60,7 @@ inline void expect_drafts_change_nothing(const std::shared_ptr<const Model>& tar
     const int32_t k = drafts[turn / 2];
     const size_t sampled = (turn / 2 + turn) % 2;  // whether the jobs have a temperature
     ExecutorOptions options = options_of(k);
-    options.draft_driver = kDrivers[turn % 4];
+    options.speculative.draft_driver = kDrivers[turn % 4];
     options.prefill_chunk_size = turn % 3 == 0 ? 0 : turn % 3 == 1 ? 7 : 33;
     options.poison_freed_blocks = true;
     SCOPED_TRACE("k " + std::to_string(k) + ", turn " + std::to_string(turn));

@@ -33,7 +33,7 @@ struct DirectOptions {
   int32_t block_size = 16;
   int64_t pool_bytes = 8 << 20;
   DraftDriver driver = DraftDriver::kUnrolled;
-  AcceptMethod accept_method = AcceptMethod::kCoupled;
+  AcceptMethod rejection_sample_method = AcceptMethod::kCoupled;
   int32_t num_threads = 1;
   NgramOptions ngram{};
   DraftPosition draft_position = DraftPosition::kLast;
@@ -64,7 +64,7 @@ class DirectRunner {
         .max_logprobs = options.max_logprobs};
     const IterationOptions iteration = {.shape = shape_,
                                         .max_model_len = options.max_model_len,
-                                        .accept_method = options.accept_method,
+                                        .rejection_sample_method = options.rejection_sample_method,
                                         .model_free = {options.ngram},
                                         .draft_position = options.draft_position,
                                         .kept_hidden_tokens = options.kept_hidden_tokens};

@@ -230,9 +230,11 @@ inline void check_drivers(const std::shared_ptr<const Model>& target,
   std::vector<Bits> all;
   for (const auto driver :
        {DraftDriver::kEager, DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
-    DirectRunner direct(
-        target, head,
-        {.max_seqs = 3, .num_draft_tokens = kDrafts, .driver = driver, .accept_method = method});
+    DirectRunner direct(target, head,
+                        {.max_seqs = 3,
+                         .num_draft_tokens = kDrafts,
+                         .driver = driver,
+                         .rejection_sample_method = method});
     std::mt19937_64 random(seed);
     for (int32_t slot = 0; slot < 3; ++slot) {
       std::vector<int32_t> prompt(10 + random() % 30);

@@ -37,6 +37,19 @@ TARGETS: dict[str, TinySpec | V4Spec] = {
     "gpt_oss_large": TinySpec("gpt_oss", num_layers=4, quantization="mxfp4"),
     # q, k and v are rows of one matrix, and each has scales of its own.
     "qwen3_fp8": TinySpec("qwen3", quantization="fp8_block"),
+    # Dense and sparse layers; weights of experts that sum to less than 1.
+    "qwen3_moe": TinySpec("qwen3_moe", num_layers=3, dense_layers=(1,), top_k=3, normalises=False),
+    # A mixture beside the dense MLP of every layer.
+    "gemma4_experts": TinySpec(
+        "gemma4",
+        has_experts=True,
+        top_k=3,
+        num_layers=4,
+        k_eq_v=True,
+        shared_layers=0,
+        per_layer_size=0,
+        logit_soft_cap=30.0,
+    ),
     # Latent attention, and a mixture with a shared expert.
     "glm": TinySpec("glm4_moe_lite"),
     # A window alone, entries of 4 tokens that an indexer chooses, entries of 8.
@@ -98,13 +111,14 @@ DRAFTERS = (
 # What "other_family" is.
 _OTHERS = {
     "llama": "gpt_oss",
-    "qwen3": "llama",
+    "qwen3": "qwen3_moe",
     "gemma3": "qwen3",
     "gemma4": "gemma3",
     "gpt_oss": "gemma4",
     "glm4_moe_lite": "llama",
     "qwen3_5": "qwen3",
     "qwen3_5_moe": "llama",
+    "qwen3_moe": "qwen3",
 }
 
 

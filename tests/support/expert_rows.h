@@ -19,6 +19,28 @@ struct Routing {
   std::vector<float> weights;
 };
 
+// Routes by a softmax. `expert_scales` may be empty.
+inline Routing route_by_softmax(const std::vector<float>& logits, int32_t num_rows,
+                                int32_t num_experts, int32_t top_k, RouterRule rule,
+                                float logit_scale = 1.0f,
+                                const std::vector<float>& expert_scales = {}) {
+  const auto count = static_cast<size_t>(num_rows) * static_cast<size_t>(top_k);
+  Routing routing = {.experts = std::vector<int32_t>(count, -7),
+                     .weights = std::vector<float>(count, -7.0f)};
+  CpuContext ctx = context_of(1);
+  route_experts(ctx, {.num_rows = &num_rows,
+                      .max_rows = num_rows,
+                      .logits = logits.data(),
+                      .num_experts = num_experts,
+                      .top_k = top_k,
+                      .rule = rule,
+                      .experts = routing.experts.data(),
+                      .weights = routing.weights.data(),
+                      .logit_scale = logit_scale,
+                      .expert_scales = expert_scales.empty() ? nullptr : expert_scales.data()});
+  return routing;
+}
+
 // With a correction for every expert the rule is `scored`, without one kSoftmaxOfChosen.
 inline Routing route(const std::vector<float>& logits, int32_t num_rows, int32_t num_experts,
                      int32_t top_k, int num_threads = 1, const ScoreRouting& scoring = {},

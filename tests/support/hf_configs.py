@@ -13,6 +13,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+QWEN3_MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "rms_norm_eps": 1e-6}
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "hidden_size": 640,

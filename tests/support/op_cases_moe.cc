@@ -59,7 +59,7 @@ struct RouteArrays {
               OpArray logits_of_rows)
       : s(spec), max_rows(rows.max_rows), num_rows(add_num_rows(op, rows)) {
     logits = op.add(std::move(logits_of_rows));
-    const bool is_exact = s.rule != RouterRule::kSoftmaxOfChosen;
+    const bool is_exact = !has_softmax(s.rule);
     if (s.vocab_size > 0) {
       token_ids = op.add(row_ints<int32_t>("token_ids", rows, [&](int64_t id) -> int32_t {
         const int32_t edges[] = {0, s.vocab_size - 1, s.vocab_size, -1, kMinInt, kMaxInt};
@@ -80,6 +80,12 @@ struct RouteArrays {
                                    [=](float* to) { fill_correction(spec, seed, to); });
       values.is_constant = true;
       correction = op.add(std::move(values));
+    } else if (s.has_expert_scales) {
+      OpArray values = float_array(
+          "expert_scales", Element::kF32, Element::kF32, s.num_experts,
+          [=](float* to) { Stream(seed, kRouterCorrection).fill(to, spec.num_experts, 0.5f); });
+      values.is_constant = true;
+      expert_scales = op.add(std::move(values));
     }
     const int64_t count = int64_t{rows.max_rows} * s.top_k;
     experts = op.add(output_array("experts", Element::kI32, Element::kI32, count, s.top_k));
@@ -89,7 +95,7 @@ struct RouteArrays {
     op.check = [out, is_exact, at = static_cast<size_t>(weights)](
                    const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t*) {
       return first_difference(out, cpu[at], cuda[at], [&](double want, double got) {
-        return is_exact ? want == got : is_near(want, got, 1e-30 + 1e-5 * want);
+        return is_exact ? want == got : is_near(want, got, 1e-30 + 1e-5 * std::abs(want));
       });
     };
   }
@@ -112,7 +118,9 @@ struct RouteArrays {
             .correction = at.get<float>(correction),
             .token_experts = at.get<int32_t>(token_experts),
             .token_ids = at.get<int32_t>(token_ids),
-            .vocab_size = s.vocab_size};
+            .vocab_size = s.vocab_size,
+            .logit_scale = s.logit_scale,
+            .expert_scales = at.get<float>(expert_scales)};
   }
 
   RouteSpec s;
@@ -120,6 +128,7 @@ struct RouteArrays {
   Handle num_rows;
   Handle logits = kNoArray;
   Handle correction = kNoArray;
+  Handle expert_scales = kNoArray;
   Handle token_ids = kNoArray;
   Handle token_experts = kNoArray;
   Handle experts = kNoArray;
@@ -232,7 +241,9 @@ struct RouterArrays {
                 .top_k = spec.top_k,
                 .logits = spec.logits,
                 .rule = spec.rule,
-                .scoring = spec.scoring},
+                .scoring = spec.scoring,
+                .logit_scale = spec.logit_scale,
+                .has_expert_scales = spec.has_expert_scales},
                rows, seed, unwritten_logits(spec, rows)),
         sorted(op, {.num_experts = spec.num_experts, .top_k = spec.top_k}, rows) {}
   template <class Ctx>

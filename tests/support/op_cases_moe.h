@@ -21,6 +21,8 @@ struct RouteSpec {
   RouterRule rule = RouterRule::kSoftmaxOfChosen;
   ScoreRouting scoring = {};
   int32_t vocab_size = 0;  // not 0: experts by token
+  float logit_scale = 1.0f;
+  bool has_expert_scales = false;
 };
 
 // A router, from its rows to the order of the expert rows.
@@ -36,6 +38,8 @@ struct RouterSpec {
   int32_t x_padding = 0;
   RouterRule rule = RouterRule::kSoftmaxOfChosen;
   ScoreRouting scoring = {};
+  float logit_scale = 1.0f;
+  bool has_expert_scales = false;
 };
 
 // Where the rows of a batch go.

@@ -179,7 +179,18 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                    .top_k = 4,
                    .k = 128,
                    .rule = RouterRule::kSigmoid,
-                   .scoring = {.num_groups = 8, .top_groups = 4, .scale = 1.8f}}}) {
+                   .scoring = {.num_groups = 8, .top_groups = 4, .scale = 1.8f}},
+        RouterSpec{.num_experts = 128,
+                   .top_k = 8,
+                   .k = 256,
+                   .has_bias = false,
+                   .rule = RouterRule::kSoftmax},
+        RouterSpec{.num_experts = 128,
+                   .top_k = 8,
+                   .k = 704,
+                   .has_bias = false,
+                   .logit_scale = 0.02f,
+                   .has_expert_scales = true}}) {
     cases.push_back(row_wise("router_" + std::to_string(spec.top_k) + "of" +
                                  std::to_string(spec.num_experts) + "_k" + std::to_string(spec.k),
                              make_router, spec, spec.logits == LogitKind::kPlain));
@@ -204,6 +215,22 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
       cases.push_back(row_wise("route_" + name, make_route, spec, is_invariance_case));
       cases.push_back(
           row_wise("route_and_sort_" + name, make_route_and_sort, spec, is_invariance_case));
+    }
+  }
+  // Weights of a softmax over all experts (Qwen3-MoE), and with scales (Gemma 4).
+  for (const auto& [num_experts, top_k] :
+       {std::pair{1, 1}, {31, 31}, {33, 7}, {128, 8}, {kMaxExperts, kMaxTopK}}) {
+    for (const auto& [logits, suffix] : kUsualLogits) {
+      const std::string name = std::to_string(top_k) + "of" + std::to_string(num_experts) + suffix;
+      const RouteSpec of_all = {num_experts, top_k, logits, RouterRule::kSoftmax};
+      RouteSpec scaled = {num_experts, top_k, logits};
+      scaled.logit_scale = 0.25f;
+      scaled.has_expert_scales = true;
+      for (const auto& [spec, prefix] : {std::pair{of_all, "by_softmax_"}, {scaled, "scaled_"}}) {
+        cases.push_back(row_wise("route_" + (prefix + name), make_route, spec, num_experts == 128));
+        cases.push_back(row_wise("route_and_sort_" + (prefix + name), make_route_and_sort, spec,
+                                 num_experts == 128));
+      }
     }
   }
   // The best experts by their scores, of the best groups: experts, experts that are chosen,

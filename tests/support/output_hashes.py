@@ -37,7 +37,7 @@ def options(drafter: str | None) -> dict[str, Any]:
     if drafter is not None:
         found |= {"num_speculative_tokens": _K, "adaptive": False}
     if drafter == "ngram":
-        found |= {"ngram_min": 1, "ngram_max": 3}
+        found |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     return found
 
 

@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# "mxfp4": the experts of GPT-OSS; the others: the Linears of dense layers, with a scale for each
-# 128 x 128 block, for each row, or one.
+# "mxfp4": the experts of GPT-OSS; the others: the Linears of dense layers and of single experts,
+# with a scale for each 128 x 128 block, for each row, or one.
 METHODS = ("mxfp4", "fp8_block", "fp8_row", "fp8_tensor")
 BLOCK = 128
 MXFP4_COLUMNS = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
 
-_LINEAR = re.compile(r"(.*\.layers|layers)\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
+_LINEAR = re.compile(
+    r"(.*\.layers|layers)\.\d+\.(self_attn|mlp|mlp\.experts\.\d+)\.\w+_proj\.weight"
+)
 _EXPERTS = re.compile(r".*mlp\.experts\.\w+_proj")
 
 

@@ -236,10 +236,12 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
                           }},
                c.layers[i].attention);
     const std::vector<NamedShape> of_mlp = std::visit(
-        Overloaded{[&](const DenseMlp& m) {
-                     return dense_mlp_shapes(m.intermediate, name + "mlp.", hidden);
-                   },
-                   [&](const MoeMlp& m) { return mixture_shapes(m, name + "mlp.", hidden); }},
+        Overloaded{
+            [&](const DenseMlp& m) {
+              return dense_mlp_shapes(m.intermediate, name + "mlp.", hidden);
+            },
+            [&](const MoeMlp& m) { return mixture_shapes(m, name + "mlp.", hidden); },
+            [&](const ParallelMlp& m) { return parallel_mlp_shapes(m, name + "mlp.", hidden); }},
         c.layers[i].mlp);
     shapes.insert(of_mlp.begin(), of_mlp.end());
   }

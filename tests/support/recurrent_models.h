@@ -3,13 +3,11 @@
 
 // Hybrids like Qwen3.5, with random weights: layers of the gated delta rule and full attention.
 
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <memory>
 #include <random>
 #include <sstream>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -65,14 +63,12 @@ inline std::shared_ptr<const Model> recurrent_model(const RecurrentModel& m, uin
                                                     Device device = Device::kCpu) {
   ModelBuilder builder(recurrent_json(m), dtype, device);
   std::mt19937_64 random(seed);
-  const auto put = [&](const std::string& name, std::array<int64_t, 2> shape, float mean,
+  const auto put = [&](const std::string& name, const std::vector<int64_t>& shape, float mean,
                        float deviation) {
     std::normal_distribution<float> normal(mean, deviation);
-    std::vector<float> values(static_cast<size_t>(shape[0] * shape[1]));
+    std::vector<float> values(static_cast<size_t>(shape[0] * (shape.size() > 1 ? shape[1] : 1)));
     for (float& value : values) value = normal(random);
-    // One column is a vector.
-    builder.put(name, DType::kFloat32, std::span(shape).first(shape[1] == 1 ? 1 : 2), {},
-                values.data());
+    builder.put(name, DType::kFloat32, shape, {}, values.data());
   };
   const int64_t keys = int64_t{m.num_key_heads} * m.key_head_dim;
   const int64_t values = int64_t{m.num_value_heads} * m.value_head_dim;
@@ -89,9 +85,9 @@ inline std::shared_ptr<const Model> recurrent_model(const RecurrentModel& m, uin
       put(name + part + ".weight", {rows, m.hidden}, 0, 0.15f);
     }
     put(name + "conv", {2 * keys + values, m.conv_size}, 0, 0.5f);
-    put(name + "a_log", {m.num_value_heads, 1}, -2.5f, 0.7f);
-    put(name + "dt_bias", {m.num_value_heads, 1}, 0, 0.5f);
-    put(name + "norm", {m.value_head_dim, 1}, 1, 0.2f);
+    put(name + "a_log", {m.num_value_heads}, -2.5f, 0.7f);
+    put(name + "dt_bias", {m.num_value_heads}, 0, 0.5f);
+    put(name + "norm", {m.value_head_dim}, 1, 0.2f);
     put(name + "o.weight", {m.hidden, values}, 0, 0.15f);
   }
   builder.fill_dummy(seed);

@@ -216,10 +216,17 @@ inline Vector expert_weights(const RawModel& m, const std::string& name, const M
   }
   Vector weights(logits.size());
   double sum = 0;
-  if (moe.router == RouterRule::kSoftmaxOfChosen) {
+  if (has_softmax(moe.router)) {
     const std::vector<size_t> chosen = best_of(logits, moe.top_k);
-    for (const size_t e : chosen) sum += std::exp(logits[e] - logits[chosen[0]]);
-    for (const size_t e : chosen) weights[e] = std::exp(logits[e] - logits[chosen[0]]) / sum;
+    const auto term = [&](size_t e) {
+      return std::exp((logits[e] - logits[chosen[0]]) * moe.logit_scale);
+    };
+    const bool is_of_chosen = moe.router == RouterRule::kSoftmaxOfChosen;
+    for (const size_t e : is_of_chosen ? chosen : best_of(logits, moe.num_experts)) sum += term(e);
+    for (const size_t e : chosen) {
+      weights[e] = term(e) / sum;
+      if (moe.has_expert_scales) weights[e] *= m.at(name + "router.expert_scales").values[e];
+    }
     return weights;
   }
   Vector scores(logits.size());
@@ -253,8 +260,8 @@ inline Vector expert_weights(const RawModel& m, const std::string& name, const M
 }
 
 inline Vector mixture(const RawModel& m, const std::string& name, const MoeMlp& moe,
-                      const Vector& x) {
-  const Vector weights = expert_weights(m, name, moe, x);
+                      const Vector& router_x, const Vector& x) {
+  const Vector weights = expert_weights(m, name, moe, router_x);
   Vector y(x.size());
   if (moe.shared) y = dense_mlp(m, name + "shared.", *moe.shared, x);
   const std::string experts = name + "experts.";
@@ -278,6 +285,17 @@ inline Vector mixture(const RawModel& m, const std::string& name, const MoeMlp& 
   return y;
 }
 
+// A dense MLP beside a mixture; x is the normed residual.
+inline Vector parallel_mlp(const RawModel& m, const std::string& name, const ParallelMlp& mlp,
+                           const Vector& residual, const Vector& x) {
+  const auto norm = [&](const char* which, const Vector& of) {
+    return rms(m.config, m.at(name + which + "_norm.weight"), of);
+  };
+  const Vector of_experts =
+      mixture(m, name, mlp.mixture, norm("router", residual), norm("expert", residual));
+  return add(norm("dense", dense_mlp(m, name, mlp.dense, x)), norm("mixture", of_experts));
+}
+
 // Layer `index` after its attention, for one row.
 inline void finish_layer(const RawModel& m, size_t index, const Vector& attended,
                          Vector& residual) {
@@ -292,8 +310,10 @@ inline void finish_layer(const RawModel& m, size_t index, const Vector& attended
   residual = add(residual, branch);
   const Vector x = rms(c, m.at(name + "mlp_norm.weight"), residual);
   branch = std::visit(
-      Overloaded{[&](const DenseMlp& mlp) { return dense_mlp(m, name + "mlp.", mlp, x); },
-                 [&](const MoeMlp& moe) { return mixture(m, name + "mlp.", moe, x); }},
+      Overloaded{
+          [&](const DenseMlp& mlp) { return dense_mlp(m, name + "mlp.", mlp, x); },
+          [&](const MoeMlp& moe) { return mixture(m, name + "mlp.", moe, x, x); },
+          [&](const ParallelMlp& mlp) { return parallel_mlp(m, name + "mlp.", mlp, residual, x); }},
       c.layers[index].mlp);
   if (c.has_post_norms) branch = rms(c, m.at(name + "mlp_post_norm.weight"), branch);
   residual = add(residual, branch);

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "qwen3_moe")
 # Families with latent attention and sigmoid routers.
 DEEPSEEK = ("glm4_moe_lite", "deepseek_v3")
 # Families with gated delta nets and output gates; the last two have experts.
@@ -26,6 +26,7 @@ _CLASSES = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
 _THETA = {
     "llama": 500_000.0,
@@ -36,6 +37,7 @@ _THETA = {
     "glm4_moe_lite": 1_000_000.0,
     "deepseek_v3": 10_000.0,
     **dict.fromkeys(QWEN3_5, 10_000_000.0),
+    "qwen3_moe": 1_000_000.0,
 }
 _EPS = {
     "llama": 1e-5,
@@ -46,6 +48,7 @@ _EPS = {
     "glm4_moe_lite": 1e-5,
     "deepseek_v3": 1e-6,
     **dict.fromkeys(QWEN3_5, 1e-6),
+    "qwen3_moe": 1e-6,
 }
 
 
@@ -142,8 +145,13 @@ class TinySpec:
         per_layer_size: Of a layer's own input; 0: none.
         partial_rotary: The rotated part of a full layer's head; also of `QWEN3_5`.
         unified: The architecture of the 12B model; `per_layer_size` counts as 0.
-        num_experts: GPT-OSS, `DEEPSEEK` and `QWEN3_5` only, as the next: experts of a layer.
+        has_experts: Every layer has a mixture beside its dense MLP, as the 26B model.
+        num_experts: Of mixtures, as the next three: experts of a layer.
         top_k: Experts of a token.
+        expert_size: Qwen3-MoE and Gemma 4 only: the width of each expert.
+        normalises: Qwen3-MoE only, as the next two: weights are divided by their sum.
+        sparse_step: Every n-th layer has a mixture.
+        dense_layers: Those that have none all the same.
         latent: `DEEPSEEK` only: what those families have.
         delta: `QWEN3_5` only: what those families have.
         swiglu_limit: GPT-OSS only: the limit on gates and ups, which many values of tiny models
@@ -185,8 +193,13 @@ class TinySpec:
     per_layer_size: int = 8
     partial_rotary: float = 0.25
     unified: bool = False
+    has_experts: bool = False
     num_experts: int = 8
     top_k: int = 4
+    expert_size: int = 24
+    normalises: bool = True
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
     latent: TinyLatent = TinyLatent()
     delta: TinyDelta = TinyDelta()
     swiglu_limit: float = 2.0
@@ -264,6 +277,15 @@ def hf_config(spec: TinySpec) -> Any:
         values |= {"num_hidden_layers": spec.num_layers or 2, "rope_parameters": rope}
         if spec.family == "llama":
             values["mlp_bias"] = spec.mlp_bias
+        if spec.family == "qwen3_moe":
+            values |= {
+                "num_experts": spec.num_experts,
+                "num_experts_per_tok": spec.top_k,
+                "moe_intermediate_size": spec.expert_size,
+                "norm_topk_prob": spec.normalises,
+                "decoder_sparse_step": spec.sparse_step,
+                "mlp_only_layers": list(spec.dense_layers),
+            }
     return getattr(transformers, classes(spec)[0])(**values)
 
 
@@ -364,6 +386,13 @@ def _gemma4_values(spec: TinySpec, num_layers: int) -> dict[str, Any]:
             },
         },
     }
+    if spec.has_experts:
+        values |= {
+            "enable_moe_block": True,
+            "num_experts": spec.num_experts,
+            "top_k_experts": spec.top_k,
+            "moe_intermediate_size": spec.expert_size,
+        }
     if not spec.unified:
         values |= {
             "hidden_size_per_layer_input": spec.per_layer_size,

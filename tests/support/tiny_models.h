@@ -45,7 +45,8 @@ struct TinyModel {
   bool k_eq_v = false;         // full layers have no v
   int32_t num_shared = 0;      // last layers that read KV where they can, with MLPs twice as wide
   int32_t per_layer_size = 0;  // of per-layer inputs; 0: none
-  // Every MLP is a mixture with biases, as in GPT-OSS; 0: dense. Not with is_gemma.
+  // Every MLP is a mixture with biases, as in GPT-OSS; with is_gemma4, a mixture beside a dense
+  // MLP; 0: dense. Not with is_gemma alone.
   int32_t num_experts = 0;
   int32_t top_k = 2;
   bool is_interleaved = true;
@@ -127,6 +128,7 @@ inline std::vector<NamedShape> mixture_shapes(const MoeMlp& m, const std::string
   if (m.router == RouterRule::kSigmoid) {
     shapes.push_back({name + "router.correction.bias", {num_experts}});
   }
+  if (m.has_expert_scales) shapes.push_back({name + "router.expert_scales", {num_experts}});
   for (int64_t e = 0; m.is_per_expert && e < num_experts; ++e) {
     const std::string suffix = "." + std::to_string(e) + ".weight";
     shapes.push_back({experts + "gate" + suffix, {intermediate, hidden}});
@@ -148,6 +150,18 @@ inline std::vector<NamedShape> mixture_shapes(const MoeMlp& m, const std::string
   return shapes;
 }
 
+inline std::vector<NamedShape> parallel_mlp_shapes(const ParallelMlp& m, const std::string& name,
+                                                   int64_t hidden) {
+  std::vector<NamedShape> shapes = mixture_shapes(m.mixture, name, hidden);
+  for (NamedShape& shape : dense_mlp_shapes(m.dense.intermediate, name, hidden)) {
+    shapes.push_back(std::move(shape));
+  }
+  for (const char* which : {"dense", "router", "expert", "mixture"}) {
+    shapes.push_back({name + which + "_norm.weight", {hidden}});
+  }
+  return shapes;
+}
+
 // Makes a Gemma 4 of a shape, with switches at random and its layers twice over, so that some of
 // the second half read the KV of the first.
 inline void make_gemma4(TinyModel& m, std::mt19937_64& random) {
@@ -160,6 +174,8 @@ inline void make_gemma4(TinyModel& m, std::mt19937_64& random) {
   const std::vector<int32_t> windows = m.windows;
   m.windows.insert(m.windows.end(), windows.begin(), windows.end());
   m.per_layer_size = random() % 3 == 0 ? 0 : 8;
+  m.num_experts = random() % 3 == 0 ? 8 : 0;
+  m.top_k = static_cast<int32_t>(1 + random() % 4);
 }
 
 // What differs between the layers of a TinyModel.
@@ -171,6 +187,7 @@ struct TinyLayer {
   int32_t kv_source;  // -1: none
   bool has_v;
   bool is_mixture;
+  bool is_parallel;  // a mixture beside a dense MLP
   bool is_latent;
 };
 
@@ -180,14 +197,16 @@ inline std::vector<TinyLayer> tiny_layers(const TinyModel& m) {
   const int32_t first_shared = num_layers - (m.is_gemma4 ? m.num_shared : 0);
   for (int32_t i = 0; i < num_layers; ++i) {
     const bool is_full = m.windows[i] == 0;
-    TinyLayer layer = {.window = m.windows[i],
-                       .num_kv_heads = m.num_kv_heads,
-                       .head_dim = m.head_dim,
-                       .intermediate = m.intermediate,
-                       .kv_source = -1,
-                       .has_v = !(m.is_gemma4 && m.k_eq_v && is_full),
-                       .is_mixture = m.num_experts > 0 && !(m.is_deepseek && i < m.num_dense),
-                       .is_latent = is_full && m.kv_lora_rank > 0};
+    TinyLayer layer = {
+        .window = m.windows[i],
+        .num_kv_heads = m.num_kv_heads,
+        .head_dim = m.head_dim,
+        .intermediate = m.intermediate,
+        .kv_source = -1,
+        .has_v = !(m.is_gemma4 && m.k_eq_v && is_full),
+        .is_mixture = m.num_experts > 0 && !m.is_gemma4 && !(m.is_deepseek && i < m.num_dense),
+        .is_parallel = m.num_experts > 0 && m.is_gemma4,
+        .is_latent = is_full && m.kv_lora_rank > 0};
     if (m.is_gemma4 && is_full && m.full_head_dim > 0) layer.head_dim = m.full_head_dim;
     if (m.is_gemma4 && is_full && m.full_kv_heads > 0) layer.num_kv_heads = m.full_kv_heads;
     for (int32_t j = 0; i >= first_shared && j < first_shared; ++j) {
@@ -265,7 +284,8 @@ inline std::string tiny_config_json(const TinyModel& m) {
             << boolean(!layer.has_v);
       }
     }
-    out << R"(},"mlp":{"intermediate":)" << layer.intermediate;
+    out << R"(},"mlp":{)" << (layer.is_parallel ? R"("dense":{)" : "") << R"("intermediate":)"
+        << layer.intermediate;
     if (layer.is_mixture) {
       out << R"(,"num_experts":)" << m.num_experts << R"(,"top_k":)" << m.top_k
           << R"(,"interleaved":)" << boolean(m.is_interleaved);
@@ -286,7 +306,14 @@ inline std::string tiny_config_json(const TinyModel& m) {
       out << "}}";
     } else {
       out << R"(,"activation":")" << (m.is_gemma ? "gelu_tanh" : "silu")
-          << R"(","has_bias":false}})";
+          << R"(","has_bias":false})";
+      if (layer.is_parallel) {
+        out << R"(,"mixture":{"num_experts":)" << m.num_experts << R"(,"top_k":)" << m.top_k
+            << R"(,"intermediate":24,"activation":"gelu_tanh","has_bias":false)"
+            << R"(,"router":"softmax_of_chosen","has_router_bias":false,"logit_scale":0.2)"
+            << R"(,"has_expert_scales":true}})";
+      }
+      out << "}";
     }
   }
   out << "]}";
@@ -332,7 +359,7 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     int64_t count = 1;
     for (const int64_t extent : shape) count *= extent;
     const bool is_norm = name.find("norm") != std::string::npos;
-    const bool is_scale = name.ends_with(".scale");
+    const bool is_scale = name.ends_with(".scale") || name.ends_with("_scales");
     const float std_dev = is_norm || is_scale ? 0.1f : name.ends_with(".sinks") ? 1.0f : 0.25f;
     const float mean = is_norm ? 1.0f - config.norm_weight_offset : is_scale ? 0.9f : 0.0f;
     std::vector<float> values(static_cast<size_t>(count));
@@ -397,6 +424,11 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     if (its.is_mixture) {
       const auto& mixture = std::get<MoeMlp>(config.layers[i].mlp);
       for (const auto& [name, shape] : mixture_shapes(mixture, layer + "mlp.", m.hidden)) {
+        put(name, shape);
+      }
+    } else if (its.is_parallel) {
+      const auto& parallel = std::get<ParallelMlp>(config.layers[i].mlp);
+      for (const auto& [name, shape] : parallel_mlp_shapes(parallel, layer + "mlp.", m.hidden)) {
         put(name, shape);
       }
     } else {

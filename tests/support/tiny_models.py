@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _CORRECTION = "e_score_correction_bias"
 # Ends of names of tensors that are float32 in published files.
 _FLOATS = (_CORRECTION, "linear_attn.A_log", "linear_attn.norm.weight")
+# The router of mixtures whose experts have tensors of their own in files.
+_ROUTER = ".mlp.gate.weight"
 
 
 def make(spec: TinySpec) -> Path:
@@ -96,7 +98,9 @@ def write(spec: TinySpec, directory: Path) -> None:
 def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of each expert apart where files have them so, unlike models in memory."""
     split: dict[str, torch.Tensor] = {}
-    is_split = any(name.endswith(_CORRECTION) for name in tensors)
+    # Published files of Qwen3.5 have them joined.
+    is_joined = any(".shared_expert_gate." in name for name in tensors)
+    is_split = not is_joined and any(name.endswith(_ROUTER) for name in tensors)
     for name, tensor in tensors.items():
         if not (is_split and ".experts." in name):
             split[name] = tensor
@@ -141,6 +145,8 @@ def _random_model(spec: TinySpec) -> Any:
                 parameter.copy_(0.7 * noise - 0.5)  # decay rates between slow and fast
             elif name.endswith(("dt_bias", "conv1d.weight")):
                 parameter.copy_(0.5 * noise)
+            elif name.endswith(("router.scale", "router.per_expert_scale")):
+                parameter.copy_(1.0 + 0.3 * noise)
             else:
                 parameter.copy_(0.2 * noise)
         for name, buffer in model.named_buffers():

@@ -4,6 +4,7 @@
 // Options of an Executor. Plain data, but for a drafter of the caller: the Executor refuses a value
 // that is not allowed with InvalidArgument and never adjusts one.
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -32,6 +33,12 @@ enum class AcceptMethod : uint8_t {
   kSynthetic,
 };
 
+// How a drafter chooses its drafts.
+enum class DraftSampleMethod : uint8_t {
+  kProbabilistic,  // at the request's temperature
+  kGreedy,         // each draft is the drafter's most likely token
+};
+
 // How the draft steps of an iteration are run. All drivers give identical bits.
 enum class DraftDriver : uint8_t {
   kUnrolled,  // the program of the whole iteration contains k-1 copies of the step
@@ -52,45 +59,49 @@ enum class DraftPosition : uint8_t {
 
 // generated: structs
 struct SpeculativeOptions {
+  // A drafter of the caller, instead of a model or prompt lookup; null: none. The method is
+  // "custom" then. Each verify window waits until the host has read the last result and called it,
+  // so it is for research. With kStandard and kBlock it needs DraftSampleMethod::kGreedy.
+  std::shared_ptr<HostDrafter> drafter;
   // k, drafts per iteration: 1..16. 0 is plain decoding; with a drafter that load_model_folder has
   // read, it is the folder's default.
   int32_t num_speculative_tokens = 0;
   // The rule that accepts drafts.
-  AcceptMethod accept_method = AcceptMethod::kCoupled;
+  AcceptMethod rejection_sample_method = AcceptMethod::kCoupled;
   // Mean tokens per iteration, bonus token included: in [1, k+1] with kSynthetic, otherwise 0.
   double synthetic_acceptance_length = 0;
-  // True: drafts are sampled at the request's temperature. False: each draft is the drafter's most
-  // likely token, which is allowed with kStandard and kBlock only. With these two methods prompt
-  // lookup needs false, because its drafts have no distribution to be sampled from.
-  bool samples_drafts = true;
-  // The number of most likely tokens of the drafter that a sampled draft is chosen from: 1..256, or
-  // 0 for 64. Other values than 0 are allowed only with kStandard or kBlock and samples_drafts.
-  int32_t num_draft_proposals = 0;
+  // How drafts are chosen. kGreedy is allowed with kStandard and kBlock only. With these two
+  // methods prompt lookup needs it, because its drafts have no distribution to be sampled from.
+  DraftSampleMethod draft_sample_method = DraftSampleMethod::kProbabilistic;
+  // Prompt lookup, instead of a drafter. The method is "ngram" then. The drafts are the k tokens
+  // that followed the earlier occurrence of a sequence's last n tokens, for the largest n in
+  // [prompt_lookup_min, prompt_lookup_max] with such an occurrence. Both 0: off; otherwise 1 <=
+  // prompt_lookup_min <= prompt_lookup_max.
+  int32_t prompt_lookup_min = 0;
+  // See prompt_lookup_min; at most 256. A longer n-gram would seldom match and never help.
+  int32_t prompt_lookup_max = 0;
+  // How draft steps are run.
+  DraftDriver draft_driver = DraftDriver::kUnrolled;
   // Drafting ends for a sequence after a draft whose probability is below this threshold or, with a
   // confidence head, before a draft whose estimated probability of acceptance is below it. The
   // former is the softmax of the drafter's logits at temperature 1, truncated by the request's
   // top_k, top_p and min_p. 0 is off; other values in (0, 1) need DraftDriver::kWhile, except with
   // a block drafter, which has no draft steps.
   double draft_stop_threshold = 0;
-  // Prompt lookup, instead of a drafter. The drafts are the k tokens that followed the earlier
-  // occurrence of a sequence's last n tokens, for the largest n in [ngram_min, ngram_max] with such
-  // an occurrence. Both 0: off; otherwise 1 <= ngram_min <= ngram_max.
-  int32_t ngram_min = 0;
-  // See ngram_min; at most 256. A longer n-gram would seldom match and never help.
-  int32_t ngram_max = 0;
+  // Allowed only with a drafter whose position stays fixed (Gemma 4 MTP), and kLast there if not
+  // given.
+  std::optional<DraftPosition> draft_position;
+  // The number of most likely tokens of the drafter that a sampled draft is chosen from: 1..256, or
+  // 0 for 64. Other values than 0 are allowed only with kStandard or kBlock and kProbabilistic
+  // drafts.
+  int32_t draft_proposals = 0;
   // Each iteration chooses how many drafts the next one verifies, from 0 to num_speculative_tokens,
   // by the times of iterations and the acceptance that it has measured (docs/adaptive.md). With
   // false, num_speculative_tokens is used. Not given: true with kCoupled, whose output does not
   // depend on the choice, otherwise false. With kStandard and kBlock, true makes seeded output
-  // depend on times. It must not be true without a drafter, with host_drafter, and with
+  // depend on times. It must not be true without a drafter, with `drafter`, and with
   // use_null_device; not given is false there.
   std::optional<bool> adaptive;
-  // A drafter of the caller, instead of a model or prompt lookup; null: none. Each verify window
-  // waits until the host has read the last result and called it, so it is for research. With
-  // kStandard and kBlock it needs samples_drafts = false.
-  std::shared_ptr<HostDrafter> host_drafter;
-  // kNext is allowed only with a drafter whose position stays fixed (Gemma 4 MTP).
-  DraftPosition draft_position = DraftPosition::kLast;
 };
 
 struct ExecutorOptions {
@@ -135,8 +146,6 @@ struct ExecutorOptions {
   int32_t max_logprobs = 0;
   // How tokens are drafted and accepted.
   SpeculativeOptions speculative;
-  // How draft steps are run.
-  DraftDriver draft_driver = DraftDriver::kUnrolled;
   // Seconds of work, up to 86,400, after which the engine sends the next line of figures to the log
   // sink (log.h); 0 is off.
   double log_interval_s = 10;
@@ -163,12 +172,48 @@ struct ExecutorOptions {
 };
 // end of generated
 
+// The names of the enumerators above, in their order. Static, so that the library exports none.
+template <class Enum>
+static constexpr std::array<const char*, 0> option_names = {};
+// generated: names
+template <>
+constexpr std::array<const char*, 4> option_names<AcceptMethod> = {
+    "coupled",
+    "standard",
+    "block",
+    "synthetic",
+};
+template <>
+constexpr std::array<const char*, 2> option_names<DraftSampleMethod> = {
+    "probabilistic",
+    "greedy",
+};
+template <>
+constexpr std::array<const char*, 4> option_names<DraftDriver> = {
+    "unrolled",
+    "replay",
+    "while",
+    "eager",
+};
+template <>
+constexpr std::array<const char*, 2> option_names<DraftPosition> = {
+    "last",
+    "next",
+};
+// end of generated
+
+// An upper bound that is not allowed itself.
+struct Below {
+  double value = 0;
+};
+
 // The largest values of options, by name.
 namespace largest {
 // generated: largest
 inline constexpr int32_t num_speculative_tokens = 16;
-inline constexpr int32_t num_draft_proposals = 256;
-inline constexpr int32_t ngram_max = 256;
+inline constexpr int32_t prompt_lookup_min = 256;
+inline constexpr int32_t prompt_lookup_max = 256;
+inline constexpr int32_t draft_proposals = 256;
 inline constexpr int32_t max_num_seqs = 1024;
 inline constexpr int32_t max_num_batched_tokens = 524288;
 inline constexpr int32_t prefill_chunk_size = 524288;
@@ -191,17 +236,18 @@ inline constexpr int32_t host_delay_max_us = 1000000;
 template <class Options, class Visit>
   requires std::is_same_v<std::remove_const_t<Options>, SpeculativeOptions>
 void visit_options(Options& o, const Visit& visit) {
+  visit("drafter", o.drafter);
   visit("num_speculative_tokens", o.num_speculative_tokens, 0, largest::num_speculative_tokens);
-  visit("accept_method", o.accept_method);
+  visit("rejection_sample_method", o.rejection_sample_method);
   visit("synthetic_acceptance_length", o.synthetic_acceptance_length);
-  visit("samples_drafts", o.samples_drafts);
-  visit("num_draft_proposals", o.num_draft_proposals, 0, largest::num_draft_proposals);
-  visit("draft_stop_threshold", o.draft_stop_threshold);
-  visit("ngram_min", o.ngram_min);
-  visit("ngram_max", o.ngram_max);
-  visit("adaptive", o.adaptive);
-  visit("host_drafter", o.host_drafter);
+  visit("draft_sample_method", o.draft_sample_method);
+  visit("prompt_lookup_min", o.prompt_lookup_min, 0, largest::prompt_lookup_min);
+  visit("prompt_lookup_max", o.prompt_lookup_max, 0, largest::prompt_lookup_max);
+  visit("draft_driver", o.draft_driver);
+  visit("draft_stop_threshold", o.draft_stop_threshold, 0, Below{1});
   visit("draft_position", o.draft_position);
+  visit("draft_proposals", o.draft_proposals, 0, largest::draft_proposals);
+  visit("adaptive", o.adaptive);
 }
 
 template <class Options, class Visit>
@@ -209,7 +255,7 @@ template <class Options, class Visit>
 void visit_options(Options& o, const Visit& visit) {
   visit("max_model_len", o.max_model_len);
   visit("max_num_seqs", o.max_num_seqs, 1, largest::max_num_seqs);
-  visit("max_num_batched_tokens", o.max_num_batched_tokens);
+  visit("max_num_batched_tokens", o.max_num_batched_tokens, 0, largest::max_num_batched_tokens);
   visit("prefill_chunk_size", o.prefill_chunk_size, 0, largest::prefill_chunk_size);
   visit("max_waiting_requests", o.max_waiting_requests, 0, largest::max_waiting_requests);
   visit("kv_cache_bytes", o.kv_cache_bytes);
@@ -220,7 +266,6 @@ void visit_options(Options& o, const Visit& visit) {
   visit("num_threads", o.num_threads, 0, largest::num_threads);
   visit("max_logprobs", o.max_logprobs, 0, largest::max_logprobs);
   visit_options(o.speculative, visit);
-  visit("draft_driver", o.draft_driver);
   visit("log_interval_s", o.log_interval_s, 0, largest::log_interval_s);
   visit("hang_timeout_s", o.hang_timeout_s, 0, largest::hang_timeout_s);
   visit("device_lateness", o.device_lateness, 0, largest::device_lateness);
@@ -228,6 +273,22 @@ void visit_options(Options& o, const Visit& visit) {
   visit("draft_schedule_seed", o.draft_schedule_seed);
   visit("use_null_device", o.use_null_device);
   visit("poison_freed_blocks", o.poison_freed_blocks);
+}
+// end of generated
+
+// Calls visit(name, member, reason, methods) for each option that only some methods accept: why
+// others do not, for a message, and the names of these methods.
+// generated: methods
+template <class Visit>
+void visit_methods(const SpeculativeOptions& o, const Visit& visit) {
+  visit("drafter", o.drafter, "", "'custom'");
+  visit("prompt_lookup_min", o.prompt_lookup_min, "", "'ngram'");
+  visit("prompt_lookup_max", o.prompt_lookup_max, "", "'ngram'");
+  visit("draft_stop_threshold", o.draft_stop_threshold, "whose drafts have no probability",
+        "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dspark'");
+  visit("draft_position", o.draft_position, "whose drafts have one position each", "'gemma4_mtp'");
+  visit("draft_proposals", o.draft_proposals, "whose drafts have no distribution",
+        "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dspark'");
 }
 // end of generated
 
@@ -248,10 +309,10 @@ void visit_given(const Given& given, ExecutorOptions& o, const Visit& visit) {
   visit(given.num_threads, o.num_threads);
   visit(given.hang_timeout_s, o.hang_timeout_s);
   visit(given.num_speculative_tokens, o.speculative.num_speculative_tokens);
-  visit(given.num_draft_proposals, o.speculative.num_draft_proposals);
+  visit(given.prompt_lookup_min, o.speculative.prompt_lookup_min);
+  visit(given.prompt_lookup_max, o.speculative.prompt_lookup_max);
   visit(given.draft_stop_threshold, o.speculative.draft_stop_threshold);
-  visit(given.ngram_min, o.speculative.ngram_min);
-  visit(given.ngram_max, o.speculative.ngram_max);
+  visit(given.draft_proposals, o.speculative.draft_proposals);
 }
 // end of generated
 

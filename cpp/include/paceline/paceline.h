@@ -71,20 +71,20 @@ typedef struct paceline_options {
   int32_t max_waiting_requests;  // largest number of queued requests; 0 is no bound
   // Seconds of work between lines of figures in the log; 0 is 10, a negative number is off.
   double log_interval_s;
-  int32_t num_speculative_tokens;  // drafts per iteration, k; 0 is the folder's default
-  int32_t plain_decoding;          // not 0: the engine does not use the folder's drafter
-  const char* accept_method;       // "coupled" (default), "standard" or "block"
-  // Not 0: drafts are the drafter's most likely tokens (samples_drafts is false).
-  int32_t greedy_drafts;
-  int32_t num_draft_proposals;  // tokens that a sampled draft is chosen from; 0 is 64
+  int32_t num_speculative_tokens;       // drafts per iteration, k; 0 is the folder's default
+  int32_t plain_decoding;               // not 0: the engine does not use the folder's drafter
+  const char* rejection_sample_method;  // "coupled" (default), "standard" or "block"
+  const char* draft_sample_method;      // "probabilistic" (default) or "greedy"
+  int32_t draft_proposals;              // tokens that a sampled draft is chosen from; 0 is 64
   // 0 is off; other values need draft_driver "while", except with a block drafter.
   double draft_stop_threshold;
-  int32_t ngram_min, ngram_max;  // prompt lookup instead of the drafter; both 0: off
-  const char* draft_driver;      // "unrolled" (default), "replay", "while" or "eager"
+  // Prompt lookup instead of the drafter; both 0: off.
+  int32_t prompt_lookup_min, prompt_lookup_max;
+  const char* draft_driver;  // "unrolled" (default), "replay", "while" or "eager"
   // Not 0: prompts take over no KV of earlier requests (enable_prefix_caching is false).
   int32_t disable_prefix_caching;
   // Each iteration chooses how many drafts the next one verifies, up to num_speculative_tokens.
-  // 0: the default, which is only with accept_method "coupled"; positive: yes; negative: no.
+  // 0: the default, which is only with "coupled"; positive: yes; negative: no.
   int32_t adaptive_drafts;
   // generated: c_fields
   // Of models with recurrent layers the prefix cache keeps a state at every multiple of this many

@@ -7,6 +7,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -102,15 +103,14 @@ std::vector<Element> read_array(const char* name, const Element* elements, size_
   return {elements, elements + count};
 }
 
-// Finds the value of a name in a table. Null is the first.
-template <class Value, size_t kCount>
-Value named(const char* field, const char* given,
-            const std::array<std::pair<std::string_view, Value>, kCount>& table) {
-  if (given == nullptr) return table.front().second;
+// Finds the enumerator of a name; `names` has them in order. Null is the first.
+template <class Value>
+Value named(const char* field, const char* given, std::span<const char* const> names) {
+  if (given == nullptr) return Value{};
   std::string allowed;
-  for (const auto& [name, value] : table) {
-    if (name == given) return value;
-    allowed += concat(allowed.empty() ? "\"" : ", \"", name, "\"");
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (names[i] == std::string_view(given)) return static_cast<Value>(i);
+    allowed += concat(allowed.empty() ? "\"" : ", \"", names[i], "\"");
   }
   constexpr size_t kMaxShown = 60;
   std::string_view shown(given);
@@ -121,26 +121,9 @@ Value named(const char* field, const char* given,
 
 Device read_device(const char* name) {
   if (name == nullptr) return cuda_status().is_usable ? Device::kCuda : Device::kCpu;
-  static constexpr std::array<std::pair<std::string_view, Device>, 2> kNames = {
-      {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}}};
-  return named("device", name, kNames);
-}
-
-AcceptMethod read_accept_method(const char* name) {
-  static constexpr std::array<std::pair<std::string_view, AcceptMethod>, 3> kNames = {
-      {{"coupled", AcceptMethod::kCoupled},
-       {"standard", AcceptMethod::kStandard},
-       {"block", AcceptMethod::kBlock}}};
-  return named("accept_method", name, kNames);
-}
-
-DraftDriver read_draft_driver(const char* name) {
-  static constexpr std::array<std::pair<std::string_view, DraftDriver>, 4> kNames = {
-      {{"unrolled", DraftDriver::kUnrolled},
-       {"replay", DraftDriver::kReplay},
-       {"while", DraftDriver::kWhile},
-       {"eager", DraftDriver::kEager}}};
-  return named("draft_driver", name, kNames);
+  static_assert(static_cast<int>(Device::kCpu) == 0 && static_cast<int>(Device::kCuda) == 1);
+  static constexpr std::array<const char*, 2> kNames = {"cpu", "cuda"};
+  return named<Device>("device", name, kNames);
 }
 
 paceline_options default_options() {
@@ -158,10 +141,16 @@ ExecutorOptions executor_options(const paceline_options& given) {
   if (given.log_interval_s != 0) {
     options.log_interval_s = given.log_interval_s < 0 ? 0 : given.log_interval_s;
   }
-  options.draft_driver = read_draft_driver(given.draft_driver);
-  options.speculative.accept_method = read_accept_method(given.accept_method);
-  options.speculative.samples_drafts = given.greedy_drafts == 0;
-  if (given.adaptive_drafts != 0) options.speculative.adaptive = given.adaptive_drafts > 0;
+  SpeculativeOptions& s = options.speculative;
+  // Without the last one, kSynthetic, whose output is meaningless.
+  s.rejection_sample_method =
+      named<AcceptMethod>("rejection_sample_method", given.rejection_sample_method,
+                          std::span(option_names<AcceptMethod>).first(3));
+  s.draft_sample_method = named<DraftSampleMethod>("draft_sample_method", given.draft_sample_method,
+                                                   option_names<DraftSampleMethod>);
+  s.draft_driver =
+      named<DraftDriver>("draft_driver", given.draft_driver, option_names<DraftDriver>);
+  if (given.adaptive_drafts != 0) s.adaptive = given.adaptive_drafts > 0;
   return options;
 }
 
@@ -350,7 +339,7 @@ paceline_status paceline_open(const char* folder, const paceline_options* option
     if (options != nullptr) given = read_struct("paceline_options", *options, given);
     const ExecutorOptions executor = executor_options(given);
     ModelFolder loaded = load_model_folder(folder, read_device(given.device));
-    const bool looks_up = given.ngram_min != 0 || given.ngram_max != 0;
+    const bool looks_up = given.prompt_lookup_min != 0 || given.prompt_lookup_max != 0;
     if (given.plain_decoding != 0 || looks_up) loaded.draft = nullptr;
     *engine = new paceline_engine(std::move(loaded), executor);
     return PACELINE_OK;

@@ -21,8 +21,8 @@ constexpr int32_t kDefaultStateInterval = 4096;
 // Only where the output does not depend on the number of drafts, and its cost can be measured.
 bool adapts_by_default(const ExecutorOptions& o) {
   const SpeculativeOptions& s = o.speculative;
-  return s.num_speculative_tokens > 0 && s.accept_method == AcceptMethod::kCoupled &&
-         s.host_drafter == nullptr && !o.use_null_device;
+  return s.num_speculative_tokens > 0 && s.rejection_sample_method == AcceptMethod::kCoupled &&
+         s.drafter == nullptr && !o.use_null_device;
 }
 
 ExecutorOptions recommend(const ExecutorOptions& given, const Model& target, const Model* draft) {

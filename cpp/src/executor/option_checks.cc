@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/option_checks.h"
 
-#include <algorithm>
-#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "base/check.h"
 #include "kv/kv_layout.h"
 #include "model/weights/model_impl.h"
-#include "speculate/speculator.h"
 #include "wire/limits.h"
 
 namespace paceline {
@@ -16,7 +17,7 @@ namespace {
 
 // The device has arrays of these extents.
 static_assert(largest::num_speculative_tokens == kMaxDraftTokens);
-static_assert(largest::num_draft_proposals == kMaxDraftProposals);
+static_assert(largest::draft_proposals == kMaxDraftProposals);
 static_assert(largest::max_logprobs == kMaxLogprobs);
 static_assert(largest::block_size == kMaxBlockSize);
 
@@ -37,20 +38,152 @@ struct RangeCheck {
                   std::type_identity_t<T> high) const {
     check_range(name, value, low, high);
   }
+  void operator()(const char* name, double value, double low, Below high) const {
+    if (!(value >= low && value < high.value)) {
+      throw InvalidArgument(
+          concat(name, " is ", value, "; allowed: ", low, " (off) to below ", high.value));
+    }
+  }
 };
 
-void check_ngram(const SpeculativeOptions& s, const Model* draft) {
-  if (s.ngram_min == 0 && s.ngram_max == 0) return;
-  check_range("ngram_max", s.ngram_max, 1, largest::ngram_max);
-  check_range("ngram_min", s.ngram_min, 1, s.ngram_max);
-  if (draft != nullptr) {
-    throw InvalidArgument(concat("ngram_max is ", s.ngram_max, " and the drafter ",
-                                 draft->config.name, " is given; allowed: one of them"));
+template <class Enum>
+  requires std::is_enum_v<Enum>
+std::string shown(Enum value) {
+  return concat("'", option_names<Enum>[static_cast<size_t>(value)], "'");
+}
+template <class Number>
+  requires std::is_arithmetic_v<Number>
+std::string shown(Number value) {
+  return concat(value);
+}
+std::string shown(const std::shared_ptr<HostDrafter>& /*value*/) { return "given"; }
+template <class T>
+std::string shown(const std::optional<T>& value) {
+  return shown(*value);
+}
+
+[[nodiscard]] bool samples(const SpeculativeOptions& s) {
+  return s.draft_sample_method == DraftSampleMethod::kProbabilistic;
+}
+
+[[nodiscard]] bool rejects(const SpeculativeOptions& s) {
+  return s.rejection_sample_method == AcceptMethod::kStandard ||
+         s.rejection_sample_method == AcceptMethod::kBlock;
+}
+
+// Prompt lookup and a drafter of the host have no model, and their drafts no probabilities.
+[[nodiscard]] bool has_model(const DraftMethod& method) {
+  return method.traits.first_rows != FirstRows::kNone;
+}
+
+// Options that only some methods accept, as options.toml says. Python does the same for the keys
+// that it has alone (Option.check_method).
+void check_methods(const SpeculativeOptions& s, const DraftMethod& method) {
+  const std::string quoted = concat("'", method.name, "'");
+  visit_methods(s, [&]<class T>(const char* name, const T& value, const char* reason,
+                                std::string_view methods) {
+    if (value == T{} || methods.find(quoted) != std::string_view::npos) return;
+    if (!method.traits.drafts) {
+      throw InvalidArgument(
+          concat(name, " is ", shown(value), " but there is no drafter; leave it out"));
+    }
+    throw InvalidArgument(concat(name, " is ", shown(value), ", but method is ", quoted,
+                                 *reason == '\0' ? "" : ", ", reason, "; allowed: only with ",
+                                 methods, ", otherwise ",
+                                 std::is_same_v<T, double> ? "0 (off)" : "leave it out"));
+  });
+}
+
+void check_prompt_lookup(const SpeculativeOptions& s) {
+  if (s.prompt_lookup_min == 0 && s.prompt_lookup_max == 0) return;
+  if (s.prompt_lookup_max == 0) {
+    throw InvalidArgument(
+        concat("prompt_lookup_max is 0; allowed: prompt_lookup_min = ", s.prompt_lookup_min, " to ",
+               largest::prompt_lookup_max, ", or both 0"));
   }
-  if (s.draft_stop_threshold > 0) {
-    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
-                                 " and prompt lookup has no probabilities; set it to 0"));
+  if (s.prompt_lookup_min < 1 || s.prompt_lookup_min > s.prompt_lookup_max) {
+    throw InvalidArgument(
+        concat("prompt_lookup_min is ", s.prompt_lookup_min,
+               "; allowed: an integer from 1 to prompt_lookup_max = ", s.prompt_lookup_max));
   }
+}
+
+// In these checks `method` is null if it is not known yet.
+void check_synthetic_length(const SpeculativeOptions& s, const DraftMethod* method) {
+  const double length = s.synthetic_acceptance_length;
+  const std::string named = concat("synthetic_acceptance_length is ", length);
+  if (s.rejection_sample_method != AcceptMethod::kSynthetic) {
+    if (length == 0) return;
+    throw InvalidArgument(concat(named, ", but rejection_sample_method is ",
+                                 shown(s.rejection_sample_method),
+                                 "; allowed: only with 'synthetic', otherwise leave it out"));
+  }
+  const bool is_plain = method != nullptr && !method->traits.drafts;
+  // Otherwise 0 stands for the k of the drafter's folder.
+  const int32_t k = s.num_speculative_tokens;
+  const int32_t longest = (k > 0 || is_plain ? k : largest::num_speculative_tokens) + 1;
+  if (!(length >= 1 && length <= longest)) {  // NaN is refused
+    throw InvalidArgument(
+        concat(named, "; allowed: a number from 1 to num_speculative_tokens + 1 = ", longest));
+  }
+}
+
+void check_draft_sampling(const SpeculativeOptions& s, const DraftMethod* method) {
+  const std::string rejection = shown(s.rejection_sample_method);
+  if (!rejects(s) && !samples(s)) {
+    throw InvalidArgument(concat(
+        "draft_sample_method is 'greedy', but with rejection_sample_method ", rejection,
+        " the drafter samples with the target's noise, at the request's temperature; allowed: "
+        "'probabilistic' (at temperature 0 both are greedy), or rejection_sample_method "
+        "'standard' or 'block'"));
+  }
+  const bool has_no_model = method != nullptr && method->traits.drafts && !has_model(*method);
+  if (rejects(s) && samples(s) && has_no_model) {
+    throw InvalidArgument(concat("draft_sample_method is 'probabilistic', but method is '",
+                                 method->name,
+                                 "', whose drafts have no distribution; allowed with "
+                                 "rejection_sample_method ",
+                                 rejection, ": 'greedy'"));
+  }
+  if (s.draft_proposals > 0 && !(rejects(s) && samples(s))) {
+    throw InvalidArgument(concat("draft_proposals is ", s.draft_proposals,
+                                 ", but rejection_sample_method is ", rejection,
+                                 " and draft_sample_method ", shown(s.draft_sample_method),
+                                 "; allowed: only with 'standard' or 'block' and "
+                                 "'probabilistic', otherwise leave it out"));
+  }
+}
+
+void check_draft_stop(const SpeculativeOptions& s, const DraftMethod& method) {
+  // A block drafter has no steps.
+  if (s.draft_stop_threshold == 0 || method.traits.drafts_in_blocks ||
+      s.draft_driver == DraftDriver::kWhile) {
+    return;
+  }
+  throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                               ", but draft_driver is ", shown(s.draft_driver),
+                               "; allowed: with method '", method.name,
+                               "' only 'while', the only driver that can end draft steps early"));
+}
+
+void check_adaptive(const ExecutorOptions& o, const DraftMethod& method) {
+  const SpeculativeOptions& s = o.speculative;
+  if (!s.adaptive.value_or(false)) return;
+  const char* const cause =
+      !method.traits.drafts && s.num_speculative_tokens == 0 ? "num_speculative_tokens is 0"
+      : s.drafter != nullptr ? "method is 'custom', whose time the engine does not know"
+      : o.use_null_device    ? "use_null_device is true"
+                             : nullptr;
+  if (cause == nullptr) return;
+  throw InvalidArgument(concat("adaptive is true, but ", cause, "; allowed: false"));
+}
+
+void check_batched_tokens(const ExecutorOptions& o) {
+  const int32_t rows = o.max_num_seqs * (o.speculative.num_speculative_tokens + 1);
+  if (o.max_num_batched_tokens == 0 || o.max_num_batched_tokens >= rows) return;
+  throw InvalidArgument(
+      concat("max_num_batched_tokens is ", o.max_num_batched_tokens,
+             "; allowed: an integer >= max_num_seqs * (num_speculative_tokens + 1) = ", rows));
 }
 
 void check_block(const ExecutorOptions& o, const DecoderConfig& draft) {
@@ -64,58 +197,6 @@ void check_block(const ExecutorOptions& o, const DecoderConfig& draft) {
                                  ", but the drafter was trained for blocks of ", block.size,
                                  " tokens", reason, "; allowed: 1 to ", block.max_drafts()));
   }
-}
-
-void check_host_drafter(const ExecutorOptions& o, const Model* draft) {
-  const SpeculativeOptions& s = o.speculative;
-  if (s.host_drafter == nullptr) return;
-  if (draft != nullptr || s.ngram_max > 0) {
-    throw InvalidArgument(
-        concat("host_drafter and ",
-               draft != nullptr ? concat("the drafter ", draft->config.name) : "ngram_max",
-               " are given; allowed: one of them"));
-  }
-  if (s.draft_stop_threshold > 0) {
-    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
-                                 " and a host drafter gives no probabilities; set it to 0"));
-  }
-  if (o.use_null_device) {
-    throw InvalidArgument(
-        "host_drafter is given and use_null_device is true, which accepts no draft; allowed: one "
-        "of them");
-  }
-}
-
-void check_rejection(const SpeculativeOptions& s) {
-  const bool rejects =
-      s.accept_method == AcceptMethod::kStandard || s.accept_method == AcceptMethod::kBlock;
-  if (!rejects && !s.samples_drafts) {
-    throw InvalidArgument(
-        "samples_drafts is false, but with this accept_method the drafter draws with the "
-        "target's noise; set it to true, or accept_method to 'standard' or 'block'");
-  }
-  if (rejects && s.samples_drafts && (s.ngram_max > 0 || s.host_drafter != nullptr)) {
-    throw InvalidArgument(concat("samples_drafts is true, but ",
-                                 s.ngram_max > 0 ? "prompt lookup" : "a host drafter",
-                                 " has no distribution to sample drafts from; set it to false"));
-  }
-  if (s.num_draft_proposals > 0 && !(rejects && s.samples_drafts && s.num_speculative_tokens > 0)) {
-    throw InvalidArgument(concat("num_draft_proposals is ", s.num_draft_proposals,
-                                 "; allowed: 0, unless accept_method is 'standard' or 'block', "
-                                 "samples_drafts is true and there is a drafter"));
-  }
-}
-
-void check_adaptive(const ExecutorOptions& o) {
-  const SpeculativeOptions& s = o.speculative;
-  if (!s.adaptive.value_or(false)) return;
-  const char* const cause = s.num_speculative_tokens == 0 ? "num_speculative_tokens is 0"
-                            : s.host_drafter != nullptr
-                                ? "host_drafter is given, whose time the engine does not know"
-                            : o.use_null_device ? "use_null_device is true"
-                                                : nullptr;
-  if (cause == nullptr) return;
-  throw InvalidArgument(concat("adaptive is true, but ", cause, "; allowed then: false"));
 }
 
 void check_state_interval(const ExecutorOptions& o) {
@@ -146,41 +227,37 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
 
 }  // namespace
 
-void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
+void check_options(const ExecutorOptions& o, const DraftMethod* method) {
   const SpeculativeOptions& s = o.speculative;
   visit_options(o, RangeCheck{});
-  check_ngram(s, draft);
-  check_rejection(s);
-  check_host_drafter(o, draft);
-  check_adaptive(o);
-  const bool drafts = draft != nullptr || s.ngram_max > 0 || s.host_drafter != nullptr;
-  if (s.num_speculative_tokens > 0 && !drafts) {
+  check_batched_tokens(o);
+  if (method != nullptr) check_methods(s, *method);
+  check_prompt_lookup(s);
+  check_synthetic_length(s, method);
+  check_draft_sampling(s, method);
+  if (method == nullptr) return;
+  check_draft_stop(s, *method);
+  check_adaptive(o, *method);
+}
+
+void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
+  const SpeculativeOptions& s = o.speculative;
+  const DraftMethod method =
+      draft_method(draft != nullptr ? &draft->config : nullptr, model_free_options(s));
+  check_options(o, &method);
+  if (s.num_speculative_tokens > 0 && !method.traits.drafts) {
     throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,
-                                 " but there is no drafter; give one, or ngram_min and ngram_max, "
-                                 "or set it to 0"));
+                                 " but there is no drafter; give one, or prompt_lookup_min and "
+                                 "prompt_lookup_max, or set it to 0"));
   }
-  if (s.num_speculative_tokens == 0 && drafts) {
+  if (s.num_speculative_tokens == 0 && method.traits.drafts) {
     throw InvalidArgument(concat(
         "num_speculative_tokens is 0 but a drafter is given; allowed: 1 to ", kMaxDraftTokens));
   }
-  if (s.accept_method == AcceptMethod::kSynthetic) {
-    const double longest = s.num_speculative_tokens + 1;
-    if (!std::isfinite(s.synthetic_acceptance_length) || s.synthetic_acceptance_length < 1 ||
-        s.synthetic_acceptance_length > longest) {
-      throw InvalidArgument(concat("synthetic_acceptance_length is ", s.synthetic_acceptance_length,
-                                   "; allowed: 1 to ", longest));
-    }
-  } else if (s.synthetic_acceptance_length != 0) {
-    throw InvalidArgument(concat("synthetic_acceptance_length is ", s.synthetic_acceptance_length,
-                                 "; allowed: 0, unless accept_method is 'synthetic'"));
-  }
-  if (!(s.draft_stop_threshold >= 0 && s.draft_stop_threshold < 1)) {
-    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
-                                 "; allowed: 0 (off) to below 1"));
-  }
-  if (!drafts && s.draft_stop_threshold > 0) {
-    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
-                                 " but there is no drafter; set it to 0"));
+  if (s.drafter != nullptr && o.use_null_device) {
+    throw InvalidArgument(
+        "drafter is given and use_null_device is true, which accepts no draft; allowed: one of "
+        "them");
   }
   if (o.max_logprobs > 0 && o.use_null_device) {
     throw InvalidArgument(concat("max_logprobs is ", o.max_logprobs,
@@ -205,22 +282,6 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     check_drafter(*draft, target);
     check_block(o, draft->config);
   }
-  const SpecTraits traits =
-      traits_for(draft != nullptr ? &draft->config : nullptr, model_free_options(s));
-  if (s.draft_stop_threshold > 0 && !traits.drafts_in_blocks &&
-      o.draft_driver != DraftDriver::kWhile) {
-    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
-                                 ", but only the draft driver 'while' can end the steps of this "
-                                 "drafter early; set draft_driver to 'while' or "
-                                 "draft_stop_threshold to 0"));
-  }
-  if (s.draft_position != DraftPosition::kLast) {
-    if (!traits.drafts || !traits.takes_target_hidden || traits.advances_positions) {
-      throw InvalidArgument(
-          "draft_position is 'next', but only Gemma 4 MTP drafts from a fixed position; allowed: "
-          "'last' with other drafters and without one");
-    }
-  }
   if (o.kv_cache_bytes < 0) {
     throw InvalidArgument(concat("kv_cache_bytes is ", o.kv_cache_bytes,
                                  "; allowed: 0 (default_kv_cache_size() chooses) to the bytes "
@@ -234,14 +295,6 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     throw InvalidArgument(concat("max_model_len is ", o.max_model_len,
                                  ", but the drafter supports ", draft->config.max_position,
                                  " positions; lower max_model_len"));
-  }
-  const int32_t decode_rows = o.max_num_seqs * (s.num_speculative_tokens + 1);
-  if (o.max_num_batched_tokens < decode_rows ||
-      o.max_num_batched_tokens > largest::max_num_batched_tokens) {
-    throw InvalidArgument(concat("max_num_batched_tokens is ", o.max_num_batched_tokens,
-                                 "; allowed: ", decode_rows, " (max_num_seqs ", o.max_num_seqs,
-                                 " x ", s.num_speculative_tokens + 1, " rows) to ",
-                                 largest::max_num_batched_tokens));
   }
 }
 

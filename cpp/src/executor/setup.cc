@@ -77,8 +77,12 @@ int32_t kept_hidden_tokens(const ExecutorOptions& o, const Model& target, const 
   return static_cast<int32_t>(std::clamp<int64_t>(kBytes / token_bytes, 8, 64));
 }
 
+bool samples_drafts(const SpeculativeOptions& s) {
+  return s.draft_sample_method == DraftSampleMethod::kProbabilistic;
+}
+
 std::array<float, kMaxDraftTokens> imposed_rates(const SpeculativeOptions& s) {
-  if (s.accept_method != AcceptMethod::kSynthetic) return {};
+  if (s.rejection_sample_method != AcceptMethod::kSynthetic) return {};
   // A choice of k' needs to see what fewer drafts would give.
   return synthetic_rates(s.synthetic_acceptance_length, s.num_speculative_tokens,
                          /*is_even=*/s.adaptive.value_or(false));
@@ -98,29 +102,29 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model& target
                     .max_logprobs = o.max_logprobs,
                     .max_adopted_tokens = max_adopted_tokens(o)},
           .max_model_len = o.max_model_len,
-          .accept_method = o.speculative.accept_method,
+          .rejection_sample_method = o.speculative.rejection_sample_method,
           .synthetic_rates = imposed_rates(o.speculative),
-          .samples_drafts = o.speculative.samples_drafts,
-          .num_draft_proposals = o.speculative.num_draft_proposals,
+          .samples_drafts = samples_drafts(o.speculative),
+          .draft_proposals = o.speculative.draft_proposals,
           .draft_stop_threshold = o.speculative.draft_stop_threshold,
           .model_free = model_free,
-          .draft_position = o.speculative.draft_position,
+          .draft_position = o.speculative.draft_position.value_or(DraftPosition::kLast),
           .kept_hidden_tokens = kept_hidden_tokens(o, target, draft, traits)};
 }
 
 WindowMakerOptions window_options(const ExecutorOptions& o, const Model& target,
                                   const Model* draft) {
   const SpeculativeOptions& s = o.speculative;
-  const bool is_coupled = s.accept_method == AcceptMethod::kCoupled;
+  const bool is_coupled = s.rejection_sample_method == AcceptMethod::kCoupled;
   // Each thread makes the windows of one sample at a time. A host drafter is called by one.
   constexpr int32_t kCoresPerThread = 4;
   constexpr int32_t kMostThreads = 4;
   const int32_t share = build_info().num_cores / kCoresPerThread;
   return {.vocab_size = target.config.vocab_size,
           .rule = draft == nullptr || is_coupled ? DraftRule::kReplace
-                  : s.samples_drafts             ? DraftRule::kKeepRejected
+                  : samples_drafts(s)            ? DraftRule::kKeepRejected
                                                  : DraftRule::kCut,
-          .num_threads = s.host_drafter != nullptr ? 1 : std::clamp(share, 1, kMostThreads)};
+          .num_threads = s.drafter != nullptr ? 1 : std::clamp(share, 1, kMostThreads)};
 }
 
 // The most iterations that are launched and not yet read: one ahead, or more for a late device.
@@ -128,7 +132,7 @@ int32_t max_in_flight(const ExecutorOptions& o) { return std::max(2, o.device_la
 
 RunnerOptions runner_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
   RunnerOptions options = {.iteration = iteration_options(o, target, draft),
-                           .driver = o.draft_driver,
+                           .driver = o.speculative.draft_driver,
                            .max_in_flight = max_in_flight(o)};
   options.draft_lengths = draft_lengths(o);
   return options;
@@ -136,7 +140,7 @@ RunnerOptions runner_options(const ExecutorOptions& o, const Model& target, cons
 
 // Whether tokens follow from the lengths of verify windows, beside the seed.
 bool depends_on_windows(const ExecutorOptions& o) {
-  const AcceptMethod method = o.speculative.accept_method;
+  const AcceptMethod method = o.speculative.rejection_sample_method;
   return method == AcceptMethod::kStandard || method == AcceptMethod::kBlock;
 }
 
@@ -194,10 +198,10 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
       .poisons_freed_blocks = o.poison_freed_blocks,
       .log_interval_s = o.log_interval_s,
       .hang_timeout_s = o.hang_timeout_s,
-      .host_drafter = o.speculative.host_drafter,
+      .host_drafter = o.speculative.drafter,
       .windows = window_options(o, target, draft),
       .allows_constraints =
-          o.speculative.accept_method != AcceptMethod::kSynthetic && !o.use_null_device,
+          o.speculative.rejection_sample_method != AcceptMethod::kSynthetic && !o.use_null_device,
       .is_adaptive = o.speculative.adaptive.value_or(false),
       .prompt_rows = prompt_rows(o),
       .draft_schedule_seed = o.draft_schedule_seed};

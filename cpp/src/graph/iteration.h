@@ -140,10 +140,10 @@ struct IterationExtent {
 struct IterationOptions {
   BatchShape shape;
   int32_t max_model_len = 0;
-  AcceptMethod accept_method = AcceptMethod::kCoupled;
+  AcceptMethod rejection_sample_method = AcceptMethod::kCoupled;
   std::array<float, kMaxDraftTokens> synthetic_rates{};  // with kSynthetic
   bool samples_drafts = true;                            // see SpeculativeOptions
-  int32_t num_draft_proposals = 0;
+  int32_t draft_proposals = 0;
   double draft_stop_threshold = 0;  // see SpeculativeOptions
   ModelFreeOptions model_free;
   DraftPosition draft_position = DraftPosition::kLast;

@@ -363,8 +363,8 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.results = arena.allocate<SequenceResult>(shape.max_seqs, "results");
   if (shape.max_logprobs > 0) b.logprobs = allocate_logprobs(arena, shape, target.vocab_size);
   b.rejection =
-      allocate_rejection(arena, shape, options.accept_method,
-                         options.samples_drafts && draft != nullptr, options.num_draft_proposals);
+      allocate_rejection(arena, shape, options.rejection_sample_method,
+                         options.samples_drafts && draft != nullptr, options.draft_proposals);
   return b;
 }
 

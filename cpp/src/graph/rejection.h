@@ -18,7 +18,7 @@
 
 namespace paceline {
 
-// Proposals per draft if num_draft_proposals is 0.
+// Proposals per draft if draft_proposals is 0.
 inline constexpr int32_t kDefaultDraftProposals = 64;
 
 struct RejectionBuffers {

@@ -54,12 +54,19 @@ void route_by_softmax(const RouteExpertsParams& p, int32_t row, int32_t* experts
   const float* const logits = p.logits + int64_t{row} * p.num_experts;
   choose_experts(logits, {.size = p.num_experts}, p.num_experts, p.top_k, experts, weights);
   const float best = weights[0];
+  const auto term = [&](float logit) { return exp_one((logit - best) * p.logit_scale); };
   float sum = 0;
-  for (int32_t place = 0; place < p.top_k; ++place) {
-    weights[place] = exp_one(weights[place] - best);
-    sum += weights[place];
+  if (p.rule == RouterRule::kSoftmax) {
+    for (int32_t e = 0; e < p.num_experts; ++e) sum += std::isnan(logits[e]) ? 0 : term(logits[e]);
   }
-  for (int32_t place = 0; place < p.top_k; ++place) weights[place] /= sum;
+  for (int32_t place = 0; place < p.top_k; ++place) {
+    weights[place] = term(weights[place]);
+    if (p.rule == RouterRule::kSoftmaxOfChosen) sum += weights[place];
+  }
+  for (int32_t place = 0; place < p.top_k; ++place) {
+    weights[place] /= sum;
+    if (p.expert_scales != nullptr) weights[place] *= p.expert_scales[experts[place]];
+  }
 }
 
 // The groups with the highest sums of their two best experts.
@@ -178,7 +185,11 @@ void check_routing(const RouteExpertsParams& p) {
                    "experts by token for ", p.vocab_size, " tokens");
     return;
   }
-  if (p.rule == RouterRule::kSoftmaxOfChosen) return;
+  if (has_softmax(p.rule)) {
+    PACELINE_CHECK(p.logit_scale > 0, "logit_scale ", p.logit_scale);
+    return;
+  }
+  PACELINE_CHECK(p.logit_scale == 1 && p.expert_scales == nullptr, "scales without a softmax");
   const auto [num_groups, top_groups, normalises, scale] = p.scoring;
   PACELINE_CHECK(p.correction != nullptr, "no correction");
   PACELINE_CHECK(num_groups >= 1 && num_groups <= kMaxExpertGroups && top_groups >= 1 &&
@@ -198,6 +209,7 @@ void route_experts(CpuContext& ctx, const RouteExpertsParams& p) {
     float* const weights = p.weights + int64_t{row} * p.top_k;
     switch (p.rule) {
       case RouterRule::kSoftmaxOfChosen:
+      case RouterRule::kSoftmax:
         return route_by_softmax(p, row, experts, weights);
       case RouterRule::kSigmoid:
         return route_by_score<RouterRule::kSigmoid>(p, row, experts, weights);

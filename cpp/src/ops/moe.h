@@ -22,6 +22,9 @@ enum class RouterRule : uint8_t {
   // logits, exp(logit - best logit) over the sum of these in the order of the places. Where the
   // best logit is infinite, every weight is NaN.
   kSoftmaxOfChosen,
+  // Qwen3-MoE without "norm_topk_prob": the same experts. Their weights are the softmax over the
+  // logits of all experts.
+  kSoftmax,
   // DeepSeek-V3: the experts with the highest score + correction, the score being the sigmoid of
   // the logit. Their weights are the scores alone, as ScoreRouting says. Both backends compute
   // the same bits.
@@ -29,6 +32,11 @@ enum class RouterRule : uint8_t {
   // DeepSeek-V4: the same with the score sqrt(log(1 + exp(logit))).
   kSqrtSoftplus,
 };
+
+// Whether the weights of a rule are those of a softmax.
+[[nodiscard]] constexpr bool has_softmax(RouterRule rule) {
+  return rule == RouterRule::kSoftmaxOfChosen || rule == RouterRule::kSoftmax;
+}
 
 // The settings of the rules that have scores.
 struct ScoreRouting {
@@ -60,6 +68,10 @@ struct RouteExpertsParams {
   const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
   const int32_t* token_ids = nullptr;      // [max_rows], with a table
   int32_t vocab_size = 0;                  // with a table
+  // Of softmax rules (Gemma 4): the softmax is that of logits times logit_scale, which is above 0,
+  // and expert_scales are factors on the weights.
+  float logit_scale = 1.0f;
+  const float* expert_scales = nullptr;  // [num_experts], or null
 };
 inline constexpr int32_t kMaxExperts = 1024;
 inline constexpr int32_t kMaxTopK = 32;

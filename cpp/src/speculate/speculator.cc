@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "speculate/speculator.h"
 
+#include <algorithm>
+#include <array>
+
 #include "base/check.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
@@ -20,11 +23,53 @@ bool drafts_in_blocks(const DecoderConfig& draft) {
   return draft.drafter->kind == DrafterKind::kBlock;
 }
 
+std::string_view name_of(const DecoderConfig& draft) {
+  if (!draft.drafter) return "draft_model";
+  switch (draft.drafter->kind) {
+    case DrafterKind::kEagle:
+      return "eagle";
+    case DrafterKind::kEagle3:
+      return "eagle3";
+    case DrafterKind::kMtp:
+      return "mtp";
+    case DrafterKind::kGemma4Mtp:
+      return "gemma4_mtp";
+    case DrafterKind::kBlock:
+      break;
+  }
+  return draft.drafter->block.markov == MarkovHead::kNone ? "dflash" : "dspark";
+}
+
 }  // namespace
 
 ModelFreeOptions model_free_options(const SpeculativeOptions& options) {
-  return {.ngram = {.min_tokens = options.ngram_min, .max_tokens = options.ngram_max},
-          .drafts_on_host = options.host_drafter != nullptr};
+  return {
+      .ngram = {.min_tokens = options.prompt_lookup_min, .max_tokens = options.prompt_lookup_max},
+      .drafts_on_host = options.drafter != nullptr};
+}
+
+std::optional<DraftMethod> draft_method(std::string_view name) {
+  static constexpr std::array<DraftMethod, 9> kMethods = {
+      {{"draft_model", DraftModelSpeculator::kTraits},
+       {"eagle", EagleSpeculator::kTraits},
+       {"eagle3", EagleSpeculator::kTraits},
+       {"mtp", EagleSpeculator::kTraits},
+       {"gemma4_mtp", Gemma4MtpSpeculator::kTraits},
+       {"dflash", BlockSpeculator::kTraits},
+       {"dspark", BlockSpeculator::kTraits},
+       {"ngram", NgramSpeculator::kTraits},
+       {"custom", HostSpeculator::kTraits}}};
+  const auto* const found = std::ranges::find(kMethods, name, &DraftMethod::name);
+  return found == kMethods.end() ? std::nullopt : std::optional(*found);
+}
+
+DraftMethod draft_method(const DecoderConfig* draft, const ModelFreeOptions& model_free) {
+  const bool looks_up = model_free.ngram.min_tokens > 0 || model_free.ngram.max_tokens > 0;
+  const std::string_view name = draft != nullptr            ? name_of(*draft)
+                                : model_free.drafts_on_host ? "custom"
+                                : looks_up                  ? "ngram"
+                                                            : "";
+  return draft_method(name).value_or(DraftMethod{});
 }
 
 SpecTraits traits_for(const DecoderConfig* draft, const ModelFreeOptions& model_free) {

@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string_view>
 #include <variant>
 
 #include <paceline/config.h>
@@ -124,6 +126,19 @@ struct ModelFreeOptions {
 
 // Traits of the speculator that `draft` (null: no model) and the options select.
 [[nodiscard]] SpecTraits traits_for(const DecoderConfig* draft, const ModelFreeOptions& model_free);
+
+// A way to draft, under its name in Python.
+struct DraftMethod {
+  std::string_view name;  // "": nothing drafts
+  SpecTraits traits;
+};
+
+// The method of a name; nullopt: there is none.
+[[nodiscard]] std::optional<DraftMethod> draft_method(std::string_view name);
+
+// The method that `draft` (null: no model) and the options select.
+[[nodiscard]] DraftMethod draft_method(const DecoderConfig* draft,
+                                       const ModelFreeOptions& model_free);
 
 [[nodiscard]] inline SpecTraits traits_of(const Speculator& speculator) {
   return std::visit([](const auto& s) { return s.kTraits; }, speculator);

@@ -24,8 +24,8 @@ from paceline.bench.models import BenchModel
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once, trace
 from paceline.bench.workload import Workload
 from paceline.device import capture_progress
+from paceline.speculative_checks import speculative_options
 from paceline.speculative_config import SpeculativeConfig
-from paceline.startup import speculative_options
 
 _MIN_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 

@@ -6,17 +6,22 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from paceline.bench.arrivals import Arrivals, parse_arrivals
 from paceline.bench.lengths import parse_lengths
 from paceline.bench.models import is_config_name
-from paceline.bench.options import SAMPLING_KEYS
 from paceline.bench.values import check_outputs, parse_concurrency, parse_list
 from paceline.checks import check_int, check_path, parse_json, quoted, shorten
 from paceline.commands.options import download_arguments
 from paceline.limits import MAX_INT, MAX_NUM_THREADS
 from paceline.sampling import SamplingParams
+
+#: Keys of --sampling: the parameters that cost time.
+SAMPLING_KEYS: Final = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "min_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

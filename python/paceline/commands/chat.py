@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline.checks import check_text, shorten
 from paceline.commands.colors import TokenColors, wants_color
 from paceline.commands.flag_names import with_flags
+from paceline.commands.flags import add_command
 from paceline.commands.options import (
-    add_chat_options,
-    add_color_option,
-    add_engine_options,
-    add_model_options,
-    add_quiet_option,
-    add_sampling_options,
     choose_model,
     download_arguments,
     engine_arguments,
@@ -39,21 +34,7 @@ _HINT: Final = f"{_NEW} begins a new conversation, {_EXIT} or Ctrl-D leaves, Ctr
 
 def add_parser(commands: Any) -> None:
     """Adds `chat` to the command line's subparsers."""
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a model",
-        description="Reads what you say line by line, and streams the model's answers; the "
-        f"conversation goes on until the end of the input. {_HINT}. A line from a pipe is a "
-        "message too. Without --model a demo answers, which only continues Python code.",
-    )
-    add_model_options(parser)
-    add_chat_options(parser, is_always_chat=True)
-    add_sampling_options(parser, max_tokens=1024, is_chat=True)
-    add_engine_options(parser)
-    output = parser.add_argument_group("output")
-    add_color_option(output, "each answer")
-    add_quiet_option(output, "print the answers only, without progress and report")
-    parser.set_defaults(run=_run_chat)
+    add_command(commands, "chat", _run_chat, HINT=_HINT)
 
 
 def _run_chat(args: argparse.Namespace) -> int:

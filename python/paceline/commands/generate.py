@@ -9,13 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.commands.colors import TokenColors, legend, wants_color
+from paceline.commands.flags import add_command
 from paceline.commands.options import (
-    add_chat_options,
-    add_color_option,
-    add_engine_options,
-    add_model_options,
-    add_quiet_option,
-    add_sampling_options,
     choose_model,
     download_arguments,
     engine_arguments,
@@ -46,51 +41,7 @@ _MAX_CONCURRENT: Final = 64
 
 def add_parser(commands: Any) -> None:
     """Adds `generate` to the command line's subparsers."""
-    parser = commands.add_parser(
-        "generate",
-        help="continue a prompt, or several",
-        description="Continues a prompt and streams the output as it is accepted. Several prompts "
-        "run together and are printed at the end. Without --model it uses checkpoints that ship "
-        "with the package.",
-    )
-    parser.add_argument(
-        "prompt",
-        nargs="*",
-        metavar="PROMPT",
-        help="the prompt to continue; several run together; - reads one from standard input",
-    )
-    parser.add_argument(
-        "--prompts-file",
-        metavar="FILE",
-        help="read the prompts from a file: one per line, or with the ending .jsonl one JSON "
-        'string or object per line, {"prompt": TEXT}, {"prompt_token_ids": [...]} or, with '
-        '--chat, {"messages": [...]}; - is standard input, one prompt per line; blank lines are '
-        "skipped (default: none)",
-    )
-    add_model_options(parser)
-    add_chat_options(parser, is_always_chat=False)
-    add_sampling_options(parser, max_tokens=64)
-    add_engine_options(parser)
-    output = parser.add_argument_group("output")
-    add_color_option(output, "the output")
-    output.add_argument(
-        "--compare",
-        action="store_true",
-        help="run plain decoding too, report both speeds, and fail if the outputs differ; needs a "
-        "rejection_sample_method that keeps the output (default: off)",
-    )
-    output.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object per prompt, one per line, and nothing else (default: off)",
-    )
-    output.add_argument(
-        "--no-stream",
-        action="store_true",
-        help="print the output when it is complete (default: off)",
-    )
-    add_quiet_option(output, "print the output only, without prompt, progress and report")
-    parser.set_defaults(run=_run_generate)
+    add_command(commands, "generate", _run_generate)
 
 
 def _run_generate(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -45,16 +45,11 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
     ]
     speculative = metrics.speculative_decoding
     if speculative is not None:
-        length = speculative["mean_acceptance_length"]
         k = speculative["num_spec_tokens"]
-        if length is None:
+        if speculative["mean_acceptance_length"] is None:
             lines.append("no drafts were verified")
         else:
-            lines.append(
-                f"acceptance length {length:.2f} of at most {k + 1}; "
-                f"{speculative['num_accepted_draft_tokens']} of {speculative['num_draft_tokens']} "
-                f"drafts accepted ({100 * speculative['draft_acceptance_rate']:.0f} %)"
-            )
+            lines.append(_acceptance([speculative]))
             positions = "  ".join(
                 "-" if share is None else f"{100 * share:.0f} %"
                 for share in speculative["acceptance_per_position"]
@@ -62,13 +57,28 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
             lines.append(f"acceptance at draft position 1 to {k}: {positions}")
     if plain is not None:
         same = "the same output" if plain.outputs == output.outputs else "a DIFFERENT output"
-        speed = ""
-        rate, plain_rate = measured_rate(metrics), measured_rate(plain.metrics)
-        if rate and plain_rate:
-            ratio = rate / plain_rate
-            speed = f"; speculation is {ratio:.2f} times as fast"
-        lines.append(f"plain decoding: {_rate(measured_rate(plain.metrics))}, {same}{speed}")
+        lines.append(_comparison(measured_rate(metrics), measured_rate(plain.metrics), same))
     return lines
+
+
+def _acceptance(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """The acceptance of requests of which at least one had drafts."""
+    num_steps = sum(one["num_spec_steps"] for one in metrics)
+    accepted = sum(one["num_accepted_draft_tokens"] for one in metrics)
+    drafted = sum(one["num_draft_tokens"] for one in metrics)
+    return (
+        f"acceptance length {1 + accepted / num_steps:.2f} of at most "
+        f"{metrics[0]['num_spec_tokens'] + 1}; {accepted} of {drafted} drafts accepted "
+        f"({100 * accepted / drafted:.0f} %)"
+    )
+
+
+def _comparison(rate: float | None, plain_rate: float | None, same: str) -> str:
+    """Plain decoding beside speculation."""
+    speed = ""
+    if rate and plain_rate:
+        speed = f"; speculation is {rate / plain_rate:.2f} times as fast"
+    return f"plain decoding: {_rate(plain_rate)}, {same}{speed}"
 
 
 def _total_rate(num_tokens: int, seconds: float) -> float | None:
@@ -96,15 +106,8 @@ def total_lines(outputs: Sequence[RequestOutput], plains: Sequence[RequestOutput
         for output in outputs
         if (metrics := output.metrics.speculative_decoding) is not None
     ]
-    num_steps = sum(metrics["num_spec_steps"] for metrics in speculative)
-    if num_steps:
-        accepted = sum(metrics["num_accepted_draft_tokens"] for metrics in speculative)
-        drafted = sum(metrics["num_draft_tokens"] for metrics in speculative)
-        lines.append(
-            f"acceptance length {1 + accepted / num_steps:.2f} of at most "
-            f"{speculative[0]['num_spec_tokens'] + 1}; {accepted} of {drafted} drafts accepted "
-            f"({100 * accepted / drafted:.0f} %)"
-        )
+    if any(metrics["num_spec_steps"] for metrics in speculative):
+        lines.append(_acceptance(speculative))
     if plains:
         num_same = sum(
             plain.outputs == output.outputs for output, plain in zip(outputs, plains, strict=True)
@@ -116,11 +119,7 @@ def total_lines(outputs: Sequence[RequestOutput], plains: Sequence[RequestOutput
             if num_same == len(outputs)
             else f"DIFFERENT outputs for {len(outputs) - num_same} prompts"
         )
-        speed = ""
-        if rate and plain_rate:
-            ratio = rate / plain_rate
-            speed = f"; speculation is {ratio:.2f} times as fast"
-        lines.append(f"plain decoding: {_rate(plain_rate)}, {same}{speed}")
+        lines.append(_comparison(rate, plain_rate, same))
     return lines
 
 

@@ -13,18 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.background_log import BackgroundHandler, start_background_log
 from paceline.checks import check_finite, check_int, check_text, shorten
-from paceline.commands.options import (
-    add_engine_options,
-    add_model_options,
-    add_quiet_option,
-    choose_model,
-    download_arguments,
-    engine_arguments,
-)
+from paceline.commands.flags import MAX_REPLICAS, add_command
+from paceline.commands.options import choose_model, download_arguments, engine_arguments
 from paceline.commands.vllm_flags import words_of
-from paceline.console import EXIT_OK, integer, number
+from paceline.console import EXIT_OK
 from paceline.limits import MAX_INT, MAX_NUM_SEQS
-from paceline.option_schema import add_options, given_options
+from paceline.option_schema import given_options
 
 if TYPE_CHECKING:
     import socket
@@ -34,32 +28,13 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("paceline")
 
-_PARSERS: Final = ("auto", "none", "hermes", "qwen3_coder", "llama3_json", "gemma4", "openai")
-_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _MAX_TIMEOUT_S: Final = 86_400
-_MAX_REPLICAS: Final = 64
 _DEMO_NAME: Final = "paceline-demo"
 
 
 def add_parser(commands: Any) -> None:
     """Adds `serve` to the command line's subparsers."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP with OpenAI's API",
-        description="Serves a model with OpenAI's API. Each option is also an environment "
-        "variable, PACELINE_ and its name in capitals, such as PACELINE_MAX_NUM_SEQS, and a key of "
-        "the file of --config; the command line comes first, then the environment. Without a "
-        "model a demo is served, which only continues Python code. SIGTERM, SIGHUP or Ctrl-C ends "
-        "the server once its requests have ended; a second one ends them at once.",
-    )
-    parser.add_argument(
-        "model_tag", nargs="?", metavar="MODEL", help="the same as --model (default: none)"
-    )
-    _add_server_options(parser.add_argument_group("server"))
-    add_model_options(parser)
-    add_engine_options(parser)
-    _add_engine_options(parser.add_argument_group("engine of a server"))
-    add_quiet_option(parser, "print no progress bar, and no line when the server is ready")
+    parser = add_command(commands, "serve", _run_serve)
     parser.set_defaults(run=functools.partial(_run_serve, parser))
 
 
@@ -69,175 +44,6 @@ def parser_of_options() -> argparse.ArgumentParser:
     add_parser(commands)
     parser: argparse.ArgumentParser = commands.choices["serve"]
     return parser
-
-
-class _Repeated(argparse.Action):
-    """Collects the values of an option that may be given several times. Those of the command line
-    take the place of others, as with every option."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        mark = f"{self.dest} is from the command line"
-        before = getattr(namespace, self.dest) if hasattr(namespace, mark) else []
-        setattr(namespace, self.dest, [*before, *values])
-        setattr(namespace, mark, True)
-
-
-def _add_server_options(group: Any) -> None:
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with options, such as max-num-seqs: 32 (default: none)",
-    )
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="name or address to listen on; others than this machine's own need --api-key "
-        "(default: 127.0.0.1)",
-    )
-    group.add_argument(
-        "--port",
-        type=integer,
-        default=8000,
-        metavar="N",
-        help="port, 0 to 65535; 0 = a free one (default: 8000)",
-    )
-    group.add_argument(
-        "--api-key",
-        nargs="+",
-        metavar="KEY",
-        help="what clients must send as a bearer token, one of these; better given in "
-        "PACELINE_API_KEY, which other users of the machine do not see (default: none)",
-    )
-    group.add_argument(
-        "--cors-origin",
-        action=_Repeated,
-        nargs="+",
-        metavar="ORIGIN",
-        help="origin whose pages may use the server, such as https://example.org, or '*' for all; "
-        "several in one option or in several (default: none)",
-    )
-    group.add_argument(
-        "--cache-salt-by-key",
-        action="store_true",
-        help="requests share the prefix cache only with those of the same API key (default: off)",
-    )
-    group.add_argument(
-        "--enable-prompt-tokens-details",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="tell clients how many tokens of their prompt the prefix cache had (default: on)",
-    )
-    group.add_argument(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="names of the model in the API; responses have the first (default: the model as it "
-        "was given)",
-    )
-    group.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja template to use (default: none, the checkpoint's own)",
-    )
-    group.add_argument(
-        "--tool-call-parser",
-        choices=_PARSERS,
-        default="auto",
-        help="format in which the model writes tool calls and reasoning: hermes, qwen3_coder, "
-        "llama3_json, gemma4, openai, none, or auto, as the chat template tells (default: auto)",
-    )
-    group.add_argument(
-        "--max-queue",
-        type=integer,
-        metavar="N",
-        help="outputs that may wait, N >= 0; beyond, requests get 429 (default: 4 times "
-        "--max-num-seqs)",
-    )
-    group.add_argument(
-        "--max-body-bytes",
-        type=integer,
-        default=8 * 2**20,
-        metavar="N",
-        help="largest body of a request in bytes, N >= 1024 (default: 8388608)",
-    )
-    group.add_argument(
-        "--max-connections",
-        type=integer,
-        metavar="N",
-        help="connections that may be open, N >= 1; for a new one beyond them, the one that has "
-        "waited longest for its client is closed (default: 4096, or the limit of open files less "
-        "256, whichever is smaller)",
-    )
-    group.add_argument(
-        "--read-timeout",
-        type=number,
-        default=30.0,
-        metavar="S",
-        help="seconds in which the headers, and the body, of a request must arrive, above 0 "
-        "(default: 30)",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=number,
-        default=60.0,
-        metavar="S",
-        help="seconds that requests may go on after SIGTERM, SIGHUP or Ctrl-C, S >= 0 "
-        "(default: 60)",
-    )
-    group.add_argument(
-        "--log-level",
-        choices=_LOG_LEVELS,
-        default="info",
-        help="debug, info, warning or error (default: info)",
-    )
-    group.add_argument(
-        "--metrics-compat",
-        choices=("none", "vllm"),
-        default="none",
-        help="vllm: /metrics has the figures that vLLM has under vLLM's names too; or none "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="collector of OpenTelemetry that gets a span for each request, over HTTP, such as "
-        "http://127.0.0.1:4318/v1/traces; needs the extra [otel] (default: none)",
-    )
-    group.add_argument("--access-log", action="store_true", help="log each request (default: off)")
-
-
-def _add_engine_options(group: Any) -> None:
-    group.add_argument(
-        "--replicas",
-        "--data-parallel-size",
-        "-dp",
-        type=integer,
-        default=1,
-        metavar="N",
-        help=f"engines, each in a process of its own with a GPU of its own or its share of the "
-        f"cores, 1 to {_MAX_REPLICAS}; the options of the engine hold for each "
-        "(default: 1, in the server's process)",
-    )
-    group.add_argument(
-        "--tokenizer",
-        metavar="DIR_OR_ID",
-        help="another folder or model of the hub whose tokenizer is used, with the same token ids "
-        "(default: none, the model's own)",
-    )
-    group.add_argument(
-        "--load-format", default="auto", metavar="NAME", help="auto or dummy (default: auto)"
-    )
-    add_options(group, "serve")
-    group.add_argument(
-        "-tp",
-        "--tensor-parallel-size",
-        type=integer,
-        default=1,
-        metavar="N",
-        help="GPUs of the model, N >= 1; this version has 1 (default: 1)",
-    )
 
 
 def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -327,7 +133,7 @@ def check_options(args: argparse.Namespace) -> None:
         )
     args.model = args.model_tag if args.model is None else args.model
     check_int("--port", args.port, 0, 65535)
-    check_int("--replicas", args.replicas, 1, _MAX_REPLICAS)
+    check_int("--replicas", args.replicas, 1, MAX_REPLICAS)
     check_int("--max-num-seqs", args.max_num_seqs, 1, MAX_NUM_SEQS)
     if args.max_queue is not None:
         check_int("--max-queue", args.max_queue, 0, MAX_INT)

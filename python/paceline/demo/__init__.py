@@ -46,32 +46,17 @@ class Demo:
 
 
 _FOLDER: Final = Path(__file__).parent
+_GEMMA3: Final = _FOLDER / "gemma3_code"
+_GEMMA4: Final = _FOLDER / "gemma4_code"
+_LOOKUP: Final = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _DEMOS: Final = {
-    "draft_model": Demo(
-        name="draft_model",
-        target=_FOLDER / "gemma3_code",
-        draft=_FOLDER / "gemma3_code_draft",
-        num_speculative_tokens=4,
-    ),
-    "eagle3": Demo(
-        name="eagle3",
-        target=_FOLDER / "gemma3_code",
-        draft=_FOLDER / "gemma3_code_eagle3",
-        num_speculative_tokens=3,
-    ),
-    "gemma4_mtp": Demo(
-        name="gemma4_mtp",
-        target=_FOLDER / "gemma4_code",
-        draft=_FOLDER / "gemma4_code_assistant",
-        num_speculative_tokens=3,
-    ),
-    "ngram": Demo(
-        name="ngram",
-        target=_FOLDER / "gemma3_code",
-        draft=None,
-        num_speculative_tokens=4,
-        options={"prompt_lookup_min": 2, "prompt_lookup_max": 4},
-    ),
+    demo.name: demo
+    for demo in (
+        Demo("draft_model", _GEMMA3, _FOLDER / "gemma3_code_draft", 4),
+        Demo("eagle3", _GEMMA3, _FOLDER / "gemma3_code_eagle3", 3),
+        Demo("gemma4_mtp", _GEMMA4, _FOLDER / "gemma4_code_assistant", 3),
+        Demo("ngram", _GEMMA3, None, 4, _LOOKUP),
+    )
 }
 
 

@@ -24,6 +24,7 @@ from .description import check_description
 from .drafters import (
     Target,
     check_same_vocabulary,
+    check_target_width,
     describe_drafter,
     made_for_another,
     take_positions,
@@ -115,12 +116,8 @@ def _check_target(
 ) -> None:
     check_same_vocabulary(top, layer, sizes, target)
     made_for = made_for_another(top)
-    stated = top.integer("target_hidden_size", target.hidden_size)
-    if stated != target.hidden_size:
-        raise ValueError(
-            f'{made_for} key "{top.name("target_hidden_size")}" is {stated}, but {target.path} has '
-            f"a hidden size of {target.hidden_size}"
-        )
+    key = "target_hidden_size"
+    check_target_width(top, key, top.integer(key, target.hidden_size), target)
     borrows = not facts.has_embedding or facts.draft_vocab_size is None
     if borrows and sizes.hidden != target.hidden_size:
         raise ValueError(

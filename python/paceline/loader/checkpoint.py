@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from paceline import _core
 from paceline.limits import MAX_STOP_TOKEN_IDS
 from paceline.progress import progress_bar
 
 from .binding import CURE, BoundTensor, bind
-from .drafters import Target
+from .drafters import Target, with_feedback
 from .families import ARCHITECTURES, check_dtype, translate
 from .family import Family
 from .folder import CheckpointFolder, Source, as_folder
@@ -44,16 +44,27 @@ class OpenedModel:
         top: Its configuration, as read; None: it was not in the layout of Hugging Face.
         family: The decoder, translated.
         weight_dtype: The dtype of matrices in memory: "float32" or "bfloat16".
-        tensors: Every tensor of weights, in the order in which the model is filled.
+        tensors: Every tensor of weights, in the order in which the model is filled; none where the
+            weights will be dummy weights.
+        ids: Its tensors of token ids by canonical name.
         notes: Choices that a user may want to know about, one sentence each.
+        eos_token_ids: Token ids that end a completion, of those that the vocabulary has.
+        bos_token_id: The token id that starts a prompt, if the files name one.
+        generation: The object in `generation_config.json`, if there is one.
+        converted_file: The weight file in a folder of `paceline convert`; None: it is not from one.
     """
 
     path: Path
     top: Section | None
     family: Family
     weight_dtype: str
-    tensors: tuple[BoundTensor, ...]
-    notes: tuple[str, ...]
+    tensors: tuple[BoundTensor, ...] = ()
+    ids: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    generation: Section | None = None
+    converted_file: Path | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -70,26 +81,6 @@ class OpenedModel:
         """Bytes of all tensors of weights as stored."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion."""
-        return ()
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The token id that starts a prompt, if the files name one."""
-        return None
-
-    @property
-    def generation(self) -> Section | None:
-        """The object in `generation_config.json`, if there is one."""
-        return None
-
-    @property
-    def ids(self) -> dict[str, npt.NDArray[np.int32]]:
-        """Its tensors of token ids by canonical name."""
-        return {}
-
     def as_target(self) -> Target:
         """The facts that a draft head for this model must fit."""
         tables = {tensor.spec.name: tensor for tensor in self.tensors}
@@ -104,9 +95,16 @@ class OpenedModel:
         """Returns whether Python has to round the tensor, from F16 to bfloat16.
 
         The library refuses to, because that loses bits and saves no memory. A drafter shares
-        buffers with its target and has no choice; a target has, and is refused before.
+        buffers with its target and has no choice; a target has, and is refused before. `convert`
+        has rounded what must be, and the library refuses the rest.
         """
-        return tensor.spec.is_matrix and tensor.dtype == "F16" and self.weight_dtype == "bfloat16"
+        is_rounded = tensor.dtype == "F16" and self.weight_dtype == "bfloat16"
+        return is_rounded and tensor.spec.is_matrix and self.converted_file is None
+
+    def with_feedback(self, feedback: str | None) -> Self:
+        """The same with another `draft_feedback`; see `with_feedback` of `drafters.py`."""
+        config = with_feedback(self.family.config, feedback, self.path)
+        return replace(self, family=replace(self.family, config=config))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,22 +116,6 @@ class Checkpoint(OpenedModel):
     """
 
     hf: HfConfig
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion, of those that the vocabulary has."""
-        vocab_size = self.family.config["vocab_size"]
-        return tuple(token for token in self.hf.eos_token_ids if token < vocab_size)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The token id that starts a prompt, if the files name one."""
-        return self.hf.bos_token_id
-
-    @property
-    def generation(self) -> Section | None:
-        """The object in `generation_config.json`, if there is one."""
-        return self.hf.generation
 
 
 def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = False) -> Checkpoint:
@@ -162,22 +144,46 @@ def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = F
     family = translate(hf).for_tensors(folder.weights.owners)
     tensors = bind(family, folder.weights, hf.source)
     weight_dtype, notes = _choose_dtype(dtype, tensors)
-    vocab_size = family.config["vocab_size"]
+    opened = from_config(
+        hf, family, folder.path, weight_dtype, tensors=tensors, is_drafter=is_drafter
+    )
+    dropped = sorted({*hf.eos_token_ids} - {*opened.eos_token_ids})
+    if dropped and not is_drafter:
+        notes.append(
+            f"end-of-sequence ids {show(dropped)} of {folder.path} are outside of its "
+            f"vocabulary ({family.config['vocab_size']} ids) and are left out"
+        )
+    return replace(opened, notes=tuple(notes))
+
+
+def from_config(
+    hf: HfConfig,
+    family: Family,
+    path: Path,
+    weight_dtype: str,
+    *,
+    tensors: tuple[BoundTensor, ...] = (),
+    is_drafter: bool = False,
+) -> Checkpoint:
+    """A target or a draft model with the settings of its configuration.
+
+    Raises:
+        NotImplementedError: A target has more end-of-sequence ids than a request can stop at.
+    """
+    eos_token_ids = tuple(
+        token for token in hf.eos_token_ids if token < family.config["vocab_size"]
+    )
     if not is_drafter:
-        check_end_ids(hf, vocab_size)
-        dropped = sorted(token for token in hf.eos_token_ids if token >= vocab_size)
-        if dropped:
-            notes.append(
-                f"end-of-sequence ids {show(dropped)} of {folder.path} are outside of its "
-                f"vocabulary ({vocab_size} ids) and are left out"
-            )
+        _check_end_ids(hf, len(eos_token_ids))
     return Checkpoint(
-        path=folder.path,
-        top=folder.config,
+        path=path,
+        top=hf.top,
         family=family,
         weight_dtype=weight_dtype,
         tensors=tensors,
-        notes=tuple(notes),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=hf.bos_token_id,
+        generation=hf.generation,
         hf=hf,
     )
 
@@ -207,13 +213,11 @@ def parse_target_config(config: Section, generation: Section | None = None) -> H
         ) from None
 
 
-def check_end_ids(hf: HfConfig, vocab_size: int) -> None:
+def _check_end_ids(hf: HfConfig, num_ids: int) -> None:
     """Refuses a target with more end-of-sequence ids than a request can stop at.
 
-    Raises:
-        NotImplementedError: It has more; names the file, the key, the number and the limit.
+    The error names the file, the key, the number of ids of the vocabulary and the limit.
     """
-    num_ids = sum(token < vocab_size for token in hf.eos_token_ids)
     if num_ids > MAX_STOP_TOKEN_IDS and hf.eos_section is not None:
         section = hf.eos_section
         raise NotImplementedError(

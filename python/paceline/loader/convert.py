@@ -20,7 +20,7 @@ from paceline.progress import progress_bar
 from .binding import BoundTensor
 from .block_kinds import block_subfolders, num_block_drafts, own_block_kind
 from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
 from .drafter_checkpoint import (
     DrafterCheckpoint,
@@ -110,7 +110,7 @@ def convert(
     target = open_checkpoint(folder, dtype)
     tokenizer = folder.tokenizer
     with ExitStack() as stack:
-        draft: Checkpoint | DrafterCheckpoint | None = None
+        draft: OpenedModel | None = None
         source = folder
         if draft_dir is not None:
             source = CheckpointFolder(draft_dir)
@@ -130,16 +130,9 @@ def convert(
         if isinstance(draft, DrafterCheckpoint) and draft.kind in BLOCK_KINDS:
             k = num_speculative_tokens or stated_num_drafts(source) or k
             _check_block(draft, k)
+        settings = _read_settings(folder)
         return _fill(
-            out,
-            lambda partial: _write_folder(
-                partial,
-                target,
-                draft,
-                _read_settings(folder),
-                k,
-                progress,
-            ),
+            out, lambda partial: _write_folder(partial, target, draft, settings, k, progress)
         )
 
 
@@ -188,7 +181,7 @@ def _open_draft(
     tokenizer: TokenizerInfo | None,
     dtype: str,
     method: str | None,
-) -> Checkpoint | DrafterCheckpoint:
+) -> OpenedModel:
     """Opens a drafter of any kind and checks that it fits the target."""
     draft = open_any_drafter(source, target.as_target(), method=method, dtype=dtype)
     if isinstance(draft, DrafterCheckpoint) and (tokenizer is None or source.tokenizer is None):
@@ -259,13 +252,13 @@ def _read_settings(folder: CheckpointFolder) -> dict[str, bytes]:
 def _write_folder(
     folder: Path,
     target: Checkpoint,
-    draft: Checkpoint | DrafterCheckpoint | None,
+    draft: OpenedModel | None,
     settings: dict[str, bytes],
     num_speculative_tokens: int,
     progress: bool,
 ) -> None:
     contents: dict[str, Any] = {"format": FOLDER_FORMAT}
-    parts: list[tuple[str, Checkpoint | DrafterCheckpoint]] = [("target", target)]
+    parts: list[tuple[str, OpenedModel]] = [("target", target)]
     if draft is not None:
         parts.append(("draft", draft))
     total = sum(checkpoint.nbytes for _, checkpoint in parts)
@@ -291,7 +284,7 @@ def _write_folder(
         (folder / name).write_bytes(data)
 
 
-def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:
+def _write_weights(path: Path, checkpoint: OpenedModel, bar: Any) -> None:
     """Writes a safetensors file with the bytes of the source files."""
     new: list[NewTensor] = []
     for name, ids in checkpoint.ids.items():

@@ -176,14 +176,13 @@ def check_common(
         if section.has("quantization_config") and not may_have_scales:
             raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
         for key in ("is_encoder_decoder", "add_cross_attention"):
-            if section.boolean(key, False):
-                raise section.refusal(key, "false")
+            section.only(key, False)
         key = "use_bidirectional_attention"
         if may_be_bidirectional_in_images:
             if section.has(key) and section.values[key] not in ("vision", False):
                 raise section.refusal(key, 'null, "vision" (which does not concern text)')
-        elif section.boolean(key, False):
-            raise section.refusal(key, "false")
+        else:
+            section.only(key, False)
 
 
 def read_activation(text: Section, keys: tuple[str, ...], default: str) -> str:
@@ -322,11 +321,11 @@ def write_description(
     }
 
 
-def same_fact(text: Section, key: str, other: str, default: int) -> int:
+def same_fact(text: Section, key: str, other: str, default: int | None = None) -> int:
     """A number that files state under one of two keys, or under both."""
     if not text.has(key) and text.has(other):
         return text.integer(other)
-    value = text.integer(key, default)
+    value = text.integer(key, REQUIRED if default is None else default)
     if text.has(other) and text.integer(other) != value:
         raise text.error(other, f'{value}, as "{text.name(key)}" says, or one of the two keys')
     return value

@@ -183,7 +183,7 @@ def layer_tensors(
         if name in absent:
             continue
         rows, columns, has_bias = linears[name]
-        specs += _matrix(
+        specs += matrix_specs(
             f"{ours}{name}", f"{theirs}{source}", rows, columns, layer.formats.of(name)
         )
         if has_bias:
@@ -200,7 +200,7 @@ def tensor_spec(
     )
 
 
-def _matrix(
+def matrix_specs(
     name: str, source: str, rows: Dim, columns: Dim, format: MatrixFormat | None
 ) -> list[TensorSpec]:
     """The matrix of a Linear, and its scales."""

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline._core import ModelFileError
@@ -21,19 +20,11 @@ from .decoder import (
     same_fact,
     write_description,
 )
-from .deepseek_v4_tensors import (
-    MODULES,
-    PUBLISHED,
-    SAVED,
-    Layout,
-    V4Formats,
-    V4Layer,
-    V4Shape,
-    decoder_tensors_v4,
-)
+from .deepseek_v4_tensors import DENSE, EXPERTS, MODULES, PUBLISHED, SAVED, Layout, V4Tensors
 from .family import Family
-from .formats import MXFP4_COLUMNS, MatrixFormat
+from .formats import MXFP4_COLUMNS
 from .hf_config import HfConfig
+from .layer_types import read_types
 from .messages import show
 from .quantization import KEY as QUANTIZATION
 from .quantization import read_quantization
@@ -55,24 +46,22 @@ _HCA: Final = "heavily_compressed_attention"
 _TYPE_OF_RATIO: Final = {0: _SLIDING, 4: _CSA, 128: _HCA}
 _RATES: Final = {_CSA: ("compress_rate_csa", 4), _HCA: ("compress_rate_hca", 128)}
 _HASH, _MOE = "hash_moe", "moe"
+# Settings of which this family has one value.
+_ONLY: Final[dict[str, bool | int | str]] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+}
+# Joined products of experts.
+_PRODUCTS: Final = ("gate_up", "down")
 # Indices of ropes in the description.
 _MAIN_ROPE, _COMPRESS_ROPE = 0, 1
-
-
-@dataclass(frozen=True)
-class _Config:
-    """The content of a configuration."""
-
-    sizes: Sizes
-    shape: V4Shape
-    layers: tuple[V4Layer, ...]
-    formats: V4Formats
-    window: int
-    index_top_k: int
-    activation: Mapping[str, Any]
-    weight_scale: float
-    streams: Mapping[str, Any]
-    ropes: list[dict[str, Any]]
 
 
 def deepseek_v4(hf: HfConfig) -> Family:
@@ -82,23 +71,39 @@ def deepseek_v4(hf: HfConfig) -> Family:
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: A value is valid but not supported. The message names its key.
     """
-    config = _read(hf)
+    sizes, plain_layer, optional, ropes = _read(hf)
+    text = hf.text
+    types = _read_types(text, sizes.layers)
+    rates = _read_rates(text)
+    hashed = _read_hashed(text, sizes.layers)
+    indexer = _read_indexer(text, plain_layer)
+    layers: list[Mapping[str, Any]] = []
+    for layer_type, is_hashed in zip(types, hashed, strict=True):
+        attention, mlp = dict(plain_layer["attention"]), dict(plain_layer["mlp"])
+        if layer_type in rates:
+            attention |= {
+                "rope": _COMPRESS_ROPE,
+                "compressor": {
+                    "tokens_per_entry": rates[layer_type],
+                    "overlaps": layer_type == _CSA,
+                },
+            }
+        if layer_type == _CSA:
+            attention["indexer"] = indexer
+        if is_hashed:
+            mlp["has_token_experts"] = True
+        layers.append({"attention": attention, "mlp": mlp})
 
     def family(layout: Layout, others: tuple[Family, ...] = ()) -> Family:
-        layers = [describe_layer(config, layer, layout) for layer in config.layers]
-        description = write_description(
-            NAME,
-            config.sizes,
-            config.ropes,
-            layers,
-            ties_lm_head=False,
-            optional={"streams": config.streams},
+        described = [_with_names_of(layout, layer) for layer in layers]
+        config = write_description(
+            NAME, sizes, ropes, described, ties_lm_head=False, optional=optional
         )
         return Family(
             NAME,
             hf.architecture,
-            description,
-            decoder_tensors_v4(config.shape, config.layers, config.formats, layout),
+            config,
+            tuple(V4Tensors(config, layout).all()),
             (layout.prefix,),
             # The layers that predict further tokens are drafters.
             ignored_prefixes=("mtp.",),
@@ -107,7 +112,7 @@ def deepseek_v4(hf: HfConfig) -> Family:
         )
 
     # Files with scales are those that were published.
-    if config.formats.has_scales:
+    if "gate_up" in plain_layer["mlp"]:
         return family(PUBLISHED)
     return family(PUBLISHED, (family(SAVED), family(MODULES)))
 
@@ -131,10 +136,8 @@ def read_target_layers(text: Section) -> list[int]:
     return layers
 
 
-def describe_drafting_layer(
-    hf: HfConfig, more_window: int = 0
-) -> tuple[dict[str, Any], V4Shape, V4Layer, V4Formats]:
-    """A layer of `mtp.*`: its description, and what its tensors follow from.
+def describe_drafting_layer(hf: HfConfig, more_window: int = 0) -> dict[str, Any]:
+    """The description of a layer of `mtp.*`.
 
     Args:
         hf: The target's configuration.
@@ -144,78 +147,31 @@ def describe_drafting_layer(
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: The layer has a compressor, or a value is not supported.
     """
-    config = _read(hf)
-    config = replace(config, window=config.window + more_window)
-    ratios = _read_ratios(hf.text, config.sizes.layers)
-    if ratios is not None and any(ratios[config.sizes.layers :]):
+    sizes, layer, _, _ = _read(hf)
+    layer["attention"]["window"] += more_window
+    ratios = _read_ratios(hf.text, sizes.layers)
+    if ratios is not None and any(ratios[sizes.layers :]):
         raise hf.text.refusal("compress_ratios", "0 for the layers of mtp.*")
-    layer = V4Layer(ratio=0, overlaps=False, has_indexer=False, has_token_experts=False)
-    description = describe_layer(config, layer, PUBLISHED)
-    return description, config.shape, layer, config.formats
+    return _with_names_of(PUBLISHED, layer)
 
 
-def describe_layer(config: _Config, layer: V4Layer, layout: Layout) -> dict[str, Any]:
-    """The description of one layer."""
-    shape, formats = config.shape, config.formats
-    attention: dict[str, Any] = {
-        "kind": "compressed",
-        "num_qo_heads": shape.heads,
-        "head_dim": shape.head_dim,
-        "rope_head_dim": shape.rope_dim,
-        "q_lora_rank": shape.q_rank,
-        "window": config.window,
-        "o_groups": shape.o_groups,
-        "o_lora_rank": shape.o_rank,
-        "scale": shape.head_dim**-0.5,
-        "rope": _COMPRESS_ROPE if layer.ratio else _MAIN_ROPE,
-        **formats.entries("qkv_a", "q_b", "o_a", "o_b"),
-    }
-    if layer.ratio:
-        attention["compressor"] = {"tokens_per_entry": layer.ratio, "overlaps": layer.overlaps}
-    if layer.has_indexer:
-        attention["indexer"] = {
-            "num_heads": shape.index_heads,
-            "head_dim": shape.index_dim,
-            "top_k": config.index_top_k,
-            **formats.entries("q"),
-        }
-    expert = {"intermediate": shape.intermediate, **config.activation, "has_bias": False}
-    mlp: dict[str, Any] = {
-        "num_experts": shape.experts,
-        "top_k": shape.top_k,
-        **expert,
-        "router": "sqrt_softplus",
-        "has_router_bias": False,
-        "normalises_weights": True,
-        "weight_scale": config.weight_scale,
-        **formats.expert_entries(),
-        "shared": {**expert, **formats.entries("gate_up", "down")},
-    }
-    if layer.has_token_experts:
-        mlp["has_token_experts"] = True
-    if not layout.is_joined:
-        mlp["per_expert"] = True
-    return {"attention": attention, "mlp": mlp}
+def _with_names_of(layout: Layout, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of a layer whose experts have the tensors of a layout."""
+    own = {} if layout.is_joined else {"per_expert": True}
+    return {**layer, "mlp": {**layer["mlp"], **own}}
 
 
-def _read(hf: HfConfig) -> _Config:
+def _read(hf: HfConfig) -> tuple[Sizes, dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """The facts that all layers share.
+
+    Returns:
+        The sizes; the description of a layer without a compressor and with experts by score; the
+        entries of the model's description that only this family has; and the ropes.
+    """
     check_common(hf, may_have_scales=True)
     text = hf.text
-    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-        if text.boolean(key, False):
-            raise text.refusal(key, "false")
-    for key, supported in (
-        ("hidden_act", "silu"),
-        ("scoring_func", "sqrtsoftplus"),
-        ("topk_method", "noaux_tc"),
-    ):
-        if text.text(key, supported) != supported:
-            raise text.refusal(key, supported)
-    if not text.boolean("norm_topk_prob", True):
-        raise text.refusal("norm_topk_prob", "true")
-    for key in ("num_key_value_heads", "n_shared_experts"):
-        if text.integer(key, 1) != 1:
-            raise text.refusal(key, "1")
+    for key, supported in _ONLY.items():
+        text.only(key, supported)
     sizes = Sizes(
         vocab=text.integer("vocab_size", 129_280),
         hidden=text.integer("hidden_size", 4096),
@@ -227,56 +183,67 @@ def _read(hf: HfConfig) -> _Config:
         max_position=text.integer("max_position_embeddings", 1_048_576),
         eps=text.number("rms_norm_eps", 1e-6),
     )
-    shape = _read_shape(text, sizes)
-    ropes = read_rope_of_deepseek_v4(text)
-    return _Config(
-        sizes=sizes,
-        shape=shape,
-        layers=_read_layers(text, sizes.layers),
-        formats=_read_formats(hf, shape),
-        window=text.integer("sliding_window", 128),
-        index_top_k=text.integer("index_topk", 512),
-        activation={
-            "activation": "clamped_silu",
-            "limit": text.number("swiglu_limit", 10.0),
-        },
-        weight_scale=text.number("routed_scaling_factor", 1.5),
-        streams={
-            "count": text.integer("hc_mult", 4),
-            "sinkhorn_iterations": text.integer("hc_sinkhorn_iters", 20),
-            "eps": text.number("hc_eps", 1e-6),
-        },
-        ropes=[
-            {
-                "inv_freq": inverse_frequencies(rope, shape.rope_dim),
-                "scale": rope.scale,
-                "interleaved": True,
-            }
-            for rope in ropes
-        ],
-    )
-
-
-def _read_shape(text: Section, sizes: Sizes) -> V4Shape:
     experts = same_fact(text, "n_routed_experts", "num_local_experts", 256)
     top_k = text.integer("num_experts_per_tok", 6)
     check_top_k(text, "num_experts_per_tok", top_k, "n_routed_experts", experts)
-    return V4Shape(
-        vocab=sizes.vocab,
-        hidden=sizes.hidden,
-        heads=sizes.qo_heads,
-        head_dim=sizes.head_dim,
-        rope_dim=_read_rope_dim(text, sizes.head_dim),
-        q_rank=text.integer("q_lora_rank", 1024),
-        o_groups=text.integer("o_groups", 8),
-        o_rank=text.integer("o_lora_rank", 1024),
-        index_heads=text.integer("index_n_heads", 64),
-        index_dim=text.integer("index_head_dim", 128, high=MAX_HEAD_DIM),
-        experts=experts,
-        top_k=top_k,
-        intermediate=sizes.intermediate,
-        streams=text.integer("hc_mult", 4),
-    )
+    rope_dim = _read_rope_dim(text, sizes.head_dim)
+    dense, joined = _read_formats(hf, sizes)
+    expert = {
+        "intermediate": sizes.intermediate,
+        "activation": "clamped_silu",
+        "limit": text.number("swiglu_limit", 10.0),
+        "has_bias": False,
+    }
+    layer = {
+        "attention": {
+            "kind": "compressed",
+            "num_qo_heads": sizes.qo_heads,
+            "head_dim": sizes.head_dim,
+            "rope_head_dim": rope_dim,
+            "q_lora_rank": text.integer("q_lora_rank", 1024),
+            "window": text.integer("sliding_window", 128),
+            "o_groups": text.integer("o_groups", 8),
+            "o_lora_rank": text.integer("o_lora_rank", 1024),
+            "scale": sizes.head_dim**-0.5,
+            "rope": _MAIN_ROPE,
+            **dict.fromkeys(("qkv_a", "q_b", "o_a", "o_b") if dense else (), dense),
+        },
+        "mlp": {
+            "num_experts": experts,
+            "top_k": top_k,
+            **expert,
+            "router": "sqrt_softplus",
+            "has_router_bias": False,
+            "normalises_weights": True,
+            "weight_scale": text.number("routed_scaling_factor", 1.5),
+            **dict.fromkeys(_PRODUCTS if joined else (), joined),
+            "shared": {**expert, **dict.fromkeys(_PRODUCTS if dense else (), dense)},
+        },
+    }
+    streams = {
+        "count": text.integer("hc_mult", 4),
+        "sinkhorn_iterations": text.integer("hc_sinkhorn_iters", 20),
+        "eps": text.number("hc_eps", 1e-6),
+    }
+    ropes = [
+        {
+            "inv_freq": inverse_frequencies(rope, rope_dim),
+            "scale": rope.scale,
+            "interleaved": True,
+        }
+        for rope in read_rope_of_deepseek_v4(text)
+    ]
+    return sizes, layer, {"streams": streams}, ropes
+
+
+def _read_indexer(text: Section, layer: Mapping[str, Any]) -> dict[str, Any]:
+    q_b = layer["attention"].get("q_b")
+    return {
+        "num_heads": text.integer("index_n_heads", 64),
+        "head_dim": text.integer("index_head_dim", 128, high=MAX_HEAD_DIM),
+        "top_k": text.integer("index_topk", 512),
+        **({} if q_b is None else {"q": q_b}),
+    }
 
 
 def _read_rope_dim(text: Section, head_dim: int) -> int:
@@ -327,27 +294,12 @@ def _num_drafting_layers(text: Section) -> tuple[str, int]:
     return key, text.integer(key, 1, low=0, high=MAX_LAYERS)
 
 
-def _read_layers(text: Section, num_layers: int) -> tuple[V4Layer, ...]:
-    types = _read_types(text, num_layers)
-    rates = _read_rates(text)
-    hashed = _read_hashed(text, num_layers)
-    return tuple(
-        V4Layer(
-            ratio=rates.get(layer_type, 0),
-            overlaps=layer_type == _CSA,
-            has_indexer=layer_type == _CSA,
-            has_token_experts=is_hashed,
-        )
-        for layer_type, is_hashed in zip(types, hashed, strict=True)
-    )
-
-
 def _read_types(text: Section, num_layers: int) -> Sequence[str]:
     """The attention of each layer, in either spelling."""
     key, old_key = "layer_types", "compress_ratios"
     ratios = _read_ratios(text, num_layers)
-    counted = None if ratios is None else [_TYPE_OF_RATIO[r] for r in ratios[:num_layers]]
-    names = _read_list(text, key, tuple(_TYPE_OF_RATIO.values()), num_layers)
+    counted = None if ratios is None else tuple(_TYPE_OF_RATIO[r] for r in ratios[:num_layers])
+    names = read_types(text, key, tuple(_TYPE_OF_RATIO.values()), num_layers)
     if names is not None:
         if counted is not None and counted != names:
             raise text.error(old_key, f'what "{text.name(key)}" says, or one of the two keys')
@@ -377,7 +329,7 @@ def _read_hashed(text: Section, num_layers: int) -> list[bool]:
     """Returns whether each layer's experts are those of a table by token, in either spelling."""
     key, old_key = "mlp_layer_types", "num_hash_layers"
     counted = [i < text.integer(old_key, 3, low=0) for i in range(num_layers)]
-    names = _read_list(text, key, (_HASH, _MOE), num_layers)
+    names = read_types(text, key, (_HASH, _MOE), num_layers)
     if names is None:
         return counted
     hashed = [name == _HASH for name in names]
@@ -386,42 +338,24 @@ def _read_hashed(text: Section, num_layers: int) -> list[bool]:
     return hashed
 
 
-def _read_list(
-    text: Section, key: str, allowed: Sequence[str], num_layers: int
-) -> list[str] | None:
-    names = text.strings(key)
-    if names is None:
-        return None
-    if any(name not in allowed for name in names):
-        raise text.refusal(key, f"a list of {', '.join(allowed)}")
-    if len(names) != num_layers:
-        raise ModelFileError(
-            f'{text.source}: key "{text.name(key)}" has {len(names)} entries; expected '
-            f'{num_layers}, as "{text.name("num_hidden_layers")}" says'
-        )
-    return names
+def _read_formats(hf: HfConfig, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The formats of dense matrices and of experts in the description, both empty without scales.
 
-
-def _read_formats(hf: HfConfig, shape: V4Shape) -> V4Formats:
-    """fp8 matrices and mxfp4 experts of published files; the others are plain."""
+    Published files have fp8 matrices and mxfp4 experts; the others are plain.
+    """
     quantization = read_quantization(hf, ("fp8",))
     if quantization is None:
-        return V4Formats()
+        return {}, {}
     section = quantization.section
     if quantization.names or quantization.wildcards:
         raise section.refusal(quantization.excluded_key, "no modules")
     key = "expert_dtype"
-    holder = section if section.has(key) else hf.text
-    if holder.text(key, "fp4") != "fp4":
-        raise holder.refusal(key, "fp4")
+    (section if section.has(key) else hf.text).only(key, "fp4")
     for size_key, size in (
-        ("hidden_size", shape.hidden),
-        ("moe_intermediate_size", shape.intermediate),
+        ("hidden_size", sizes.hidden),
+        ("moe_intermediate_size", sizes.intermediate),
     ):
         if size % MXFP4_COLUMNS != 0:
             raise hf.text.error(size_key, f"a multiple of {MXFP4_COLUMNS}, as fp4 experts need it")
-    if section.text("scale_fmt", "ue8m0") != "ue8m0":
-        raise section.refusal("scale_fmt", f'ue8m0 in a "{QUANTIZATION}" of this model')
-    return V4Formats(
-        MatrixFormat("fp8", "block", "scale", is_exact=True), MatrixFormat("mxfp4", "", "scale")
-    )
+    section.only("scale_fmt", "ue8m0", f'ue8m0 in a "{QUANTIZATION}" of this model')
+    return DENSE.entry, EXPERTS.entry

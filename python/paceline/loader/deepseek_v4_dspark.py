@@ -18,15 +18,7 @@ from paceline._core import ModelFileError
 from . import deepseek_v4
 from .block_facts import CONFIDENCE_WEIGHT, MARKOV_TABLE, MARKOV_WEIGHT
 from .decoder_tensors import tensor_spec
-from .deepseek_v4_tensors import (
-    PUBLISHED,
-    V4Formats,
-    V4Layer,
-    V4Shape,
-    end_mix,
-    layer_tensors,
-    matrix,
-)
+from .deepseek_v4_tensors import PUBLISHED, V4Tensors
 from .description import check_description
 from .drafters import DSPARK, Target, describe_drafter, made_for_another
 from .families import ARCHITECTURES, translate
@@ -73,7 +65,8 @@ def translate_stages(
         found = {name: s for name, s in weights.owners.items() if name.startswith(_STAGE)}
         _check_stages(weights.where, found, hf.text, count)
         has_confidence = f"{_STAGE}{count - 1}.{CONFIDENCE_WEIGHT}" in found
-    description, shape, described, formats = deepseek_v4.describe_drafting_layer(hf, more_window=1)
+    description = deepseek_v4.describe_drafting_layer(hf, more_window=1)
+    formats = description["attention"].get("qkv_a")
     rank = hf.text.integer("dspark_markov_rank")
     heads: dict[str, Any] = {"markov": {"kind": "vanilla", "rank": rank}}
     if has_confidence:
@@ -87,7 +80,7 @@ def translate_stages(
             DSPARK,
             target,
             aux_layers=[layer + 1 for layer in layers],
-            **formats.entries("fc"),
+            **({} if formats is None else {"fc": formats}),
             block={
                 "size": hf.text.integer(deepseek_v4.BLOCK_SIZE, low=1, high=64),
                 "mask_token": hf.text.integer(
@@ -105,7 +98,7 @@ def translate_stages(
         DSPARK,
         hf.architecture,
         config,
-        tuple(_tensors(shape, described, formats, count, config["drafter"]["block"])),
+        tuple(_tensors(V4Tensors(whole.config, PUBLISHED), config)),
         (PUBLISHED.prefix,),
         lm_head_names=(PUBLISHED.lm_head,),
     )
@@ -141,22 +134,22 @@ def _check_stages(where: str, found: dict[str, TensorSource], text: Section, cou
     )
 
 
-def _tensors(
-    shape: V4Shape, layer: V4Layer, formats: V4Formats, count: int, block: Mapping[str, Any]
-) -> Iterator[TensorSpec]:
-    """Every tensor, those of the heads by the object "block" of the description."""
+def _tensors(tensors: V4Tensors, config: Mapping[str, Any]) -> Iterator[TensorSpec]:
+    """Every tensor of the stages that a description has."""
+    stages, block = config["layers"], config["drafter"]["block"]
+    count = len(stages)
     first, last = f"{_STAGE}0.", f"{_STAGE}{count - 1}."
-    hidden = (shape.hidden, "hidden_size")
-    taps = (count * shape.hidden, f"{count} * hidden_size")
-    yield from matrix(formats, PUBLISHED, "fc", first, "main_proj", hidden, taps)
+    hidden = tensors.hidden
+    taps = (count * hidden[0], f"{count} * hidden_size")
+    yield from tensors.matrix("fc", first, "main_proj", hidden, taps)
     yield tensor_spec("hidden_norm.weight", f"{first}main_norm.weight", hidden)
-    for i in range(count):
-        yield from layer_tensors(shape, layer, formats, PUBLISHED, f"layers.{i}.", f"{_STAGE}{i}.")
+    for i, stage in enumerate(stages):
+        yield from tensors.layer(stage, f"layers.{i}.", f"{_STAGE}{i}.")
     yield tensor_spec("final_norm.weight", f"{last}norm.weight", hidden)
-    yield from end_mix(shape, PUBLISHED, last)
+    yield from tensors.end_mix(last)
     rank = (block["markov"]["rank"], "dspark_markov_rank")
     for name, source in (("markov.table", MARKOV_TABLE), ("markov", MARKOV_WEIGHT)):
-        yield tensor_spec(f"{name}.weight", last + source, (shape.vocab, "vocab_size"), rank)
+        yield tensor_spec(f"{name}.weight", last + source, tensors.vocab, rank)
     if "confidence" in block:
-        columns = (shape.hidden + rank[0], "hidden_size + dspark_markov_rank")
+        columns = (hidden[0] + rank[0], "hidden_size + dspark_markov_rank")
         yield tensor_spec("confidence.weight", last + CONFIDENCE_WEIGHT, (1, "1"), columns)

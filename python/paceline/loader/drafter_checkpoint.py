@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline._core import ModelFileError
+from paceline.speculative_fields import check_found_method
 
 from .binding import BoundTensor, bind
 from .block import translate_block
@@ -19,6 +21,7 @@ from .drafter_ids import read_map, read_ordering
 from .drafters import BLOCK_KINDS, GEMMA4_MTP, KINDS, MTP, Target
 from .eagle import translate_eagle
 from .eagle_facts import Facts, guess_facts, read_facts
+from .family import Family
 from .folder import CheckpointFolder, Source, as_folder
 from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, translate_assistant
 from .kinds import kind_of_config, kind_of_tensors
@@ -26,6 +29,7 @@ from .messages import quote
 from .mtp import check_has_mtp, translate_mtp
 from .section import Section
 from .speculators import read_speculators
+from .tensor_source import NO_WEIGHTS, Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,25 +43,25 @@ ORDERING_NAME: Final = "token_ordering"
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterCheckpoint(OpenedModel):
-    """A draft head whose files were checked against a target; only its token ids were read yet.
-
-    Attributes:
-        kind: "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark".
-        draft_to_target: int32 [draft_vocab_size], the target's token id of each row of the lm_head;
-            None: row i is token id i.
-        token_ordering: int32 [draft_vocab_size], token ids cluster by cluster; None without
-            clusters.
-    """
-
-    kind: str
-    draft_to_target: npt.NDArray[np.int32] | None
-    token_ordering: npt.NDArray[np.int32] | None
+    """A draft head whose files were checked against a target; only its token ids were read yet."""
 
     @property
-    def ids(self) -> dict[str, npt.NDArray[np.int32]]:
-        """The tensors of token ids by canonical name."""
-        found = {MAP_NAME: self.draft_to_target, ORDERING_NAME: self.token_ordering}
-        return {name: ids for name, ids in found.items() if ids is not None}
+    def kind(self) -> str:
+        """Its kind: "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark"."""
+        return self.family.name
+
+    @property
+    def draft_to_target(self) -> npt.NDArray[np.int32] | None:
+        """int32 [draft_vocab_size], the target's token id of each row of the lm_head.
+
+        None: row i is token id i.
+        """
+        return self.ids.get(MAP_NAME)
+
+    @property
+    def token_ordering(self) -> npt.NDArray[np.int32] | None:
+        """int32 [draft_vocab_size], token ids cluster by cluster; None without clusters."""
+        return self.ids.get(ORDERING_NAME)
 
 
 def detect_method(source: Source, method: str | None = None) -> str:
@@ -105,10 +109,7 @@ def detect_method(source: Source, method: str | None = None) -> str:
         else:
             sign = PRE_PROJECTION if method == GEMMA4_MTP else "fc.weight"
             reason = f"it has no tensor {quote(sign)}"
-        raise ValueError(
-            f"speculative_config['method'] is {method!r:.80}, but {folder.path} holds a drafter "
-            f"for {found!r} ({reason}); allowed: {found!r}, or no 'method'"
-        )
+        check_found_method(method, found, f"{folder.path} holds a drafter", f" ({reason})")
     return found
 
 
@@ -175,48 +176,60 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
         raise ValueError(
             f"{folder.path}: a {kind!r}; expected one of {', '.join(map(repr, KINDS))}"
         )
-    top, weights = folder.config, folder.weights
-    owners = weights.owners
-    draft_to_target = token_ordering = None
-    if kind == GEMMA4_MTP:
-        family, notes = translate_assistant(top, target, has_centroids=CENTROIDS in owners)
-        tensors = bind(family, weights, top.source)
-        if CENTROIDS in owners:
-            token_ordering = read_ordering(owners, target.vocab_size)
-    elif kind == MTP:
-        notes = []
-        family, layer = translate_mtp(top, target, weights)
-        tensors = bind(family, layer, top.source)
-    elif own_block_kind(top) == kind:
-        notes = []
-        family, layer = translate_stages(top, target, weights)
-        tensors = bind(family, layer, top.source)
-    else:
-        shapes = {name: tuple(shard.info(name)[1]) for name, shard in owners.items()}
-        facts: Facts | BlockFacts
-        if kind in BLOCK_KINDS:
-            facts = without_copies(read_block_facts(shapes), owners, target)
-            family, notes = translate_block(kind, top, facts, target)
-        else:
-            facts = read_facts(shapes)
-            family, notes = translate_eagle(kind, top, facts, target)
-        tensors = bind(family, weights, top.source)
-        if facts.has_map:
-            draft_to_target = read_map(
-                owners, facts.prefix, facts.draft_vocab_size or 0, target.vocab_size
-            )
-    notes += _dtype_notes(tensors, target.weight_dtype)
+    top = folder.config
+    family, notes, weights, facts = _translate(kind, top, target, folder.weights)
+    tensors = bind(family, weights, top.source)
+    ids = {}
+    if kind == GEMMA4_MTP and CENTROIDS in weights.owners:
+        ids[ORDERING_NAME] = read_ordering(weights.owners, target.vocab_size)
+    if facts is not None and facts.has_map:
+        ids[MAP_NAME] = read_map(
+            weights.owners, facts.prefix, facts.draft_vocab_size or 0, target.vocab_size
+        )
     return DrafterCheckpoint(
         path=folder.path,
         top=top,
         family=family,
         weight_dtype=target.weight_dtype,
         tensors=tensors,
-        notes=tuple(notes),
-        kind=kind,
-        draft_to_target=draft_to_target,
-        token_ordering=token_ordering,
+        ids=ids,
+        notes=(*notes, *_dtype_notes(tensors, target.weight_dtype)),
     )
+
+
+def _translate(
+    kind: str, top: Section, target: Target, weights: Weights
+) -> tuple[Family, list[str], Weights, Facts | BlockFacts | None]:
+    """Translates a draft head of a known kind.
+
+    Args:
+        kind: One of `KINDS`.
+        top: Its configuration.
+        target: The target that it must fit.
+        weights: Its tensors; `NO_WEIGHTS`: they will be dummy weights.
+
+    Returns:
+        The description with the tensors it needs; notes for the user; those of the tensors that are
+        its own; and the parts of an EAGLE draft head or a block drafter, which may have token ids.
+    """
+    owners = weights.owners
+    has_files = weights is not NO_WEIGHTS
+    if kind == GEMMA4_MTP:
+        has_centroids = CENTROIDS in owners if has_files else None
+        family, notes = translate_assistant(top, target, has_centroids=has_centroids)
+        return family, notes, weights, None
+    if kind == MTP or own_block_kind(top) == kind:
+        translate = translate_mtp if kind == MTP else translate_stages
+        family, layers = translate(top, target, weights if has_files else None)
+        return family, [], layers, None
+    shapes = {name: tuple(source.info(name)[1]) for name, source in owners.items()}
+    if kind in BLOCK_KINDS:
+        parts = guess_block_facts(top, target)
+        if has_files:
+            parts = without_copies(read_block_facts(shapes), owners, target)
+        return *translate_block(kind, top, parts, target), weights, parts
+    facts = read_facts(shapes) if has_files else guess_facts(kind, top, target)
+    return *translate_eagle(kind, top, facts, target), weights, facts
 
 
 def drafter_config(
@@ -243,25 +256,22 @@ def drafter_config(
         NotImplementedError: The draft head needs something that Paceline does not support.
         ValueError: It was made for another target, or its kind is unknown.
     """
-    top = Section(hf_config, source)
+    return dummy_head(Section(hf_config, source), target, method).config
+
+
+def dummy_head(top: Section, target: Target, method: str | None) -> DrafterCheckpoint:
+    """A draft head without weights, made from its configuration; see `drafter_config`."""
     stated = kind_of_config(top) or own_block_kind(top)
     kind = method or stated
     if kind not in KINDS or (stated is not None and stated != kind):
         raise ValueError(
-            f"{source}: method is {method!r:.80} and the configuration says {stated!r}; expected "
-            f"one of {', '.join(map(repr, KINDS))}, the same where both say it"
+            f"{top.source}: method is {method!r:.80} and the configuration says {stated!r}; "
+            f"expected one of {', '.join(map(repr, KINDS))}, the same where both say it"
         )
-    if kind == GEMMA4_MTP:
-        family, _ = translate_assistant(top, target)
-    elif kind == MTP:
-        family, _ = translate_mtp(top, target, None)
-    elif own_block_kind(top) == kind:
-        family, _ = translate_stages(top, target, None)
-    elif kind in BLOCK_KINDS:
-        family, _ = translate_block(kind, top, guess_block_facts(top, target), target)
-    else:
-        family, _ = translate_eagle(kind, top, guess_facts(kind, top, target), target)
-    return family.config_for(target.weight_dtype)
+    family = _translate(kind, top, target, NO_WEIGHTS)[0]
+    return DrafterCheckpoint(
+        path=Path(top.source), top=top, family=family, weight_dtype=target.weight_dtype
+    )
 
 
 def _dtype_notes(tensors: tuple[BoundTensor, ...], weight_dtype: str) -> list[str]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.option_schema import KEYS
+
 from .binding import BoundTensor
 from .decoder import Sizes
 from .section import Section
@@ -95,6 +97,23 @@ def made_for_another(top: Section) -> str:
     return f"{top.source}: the drafter was made for another target:"
 
 
+def check_target_width(top: Section, key: str, stated: int, target: Target) -> int:
+    """Refuses a draft head whose configuration states another hidden size of its target.
+
+    Returns:
+        The hidden size.
+
+    Raises:
+        ValueError: It differs; names both values.
+    """
+    if stated != target.hidden_size:
+        raise ValueError(
+            f'{made_for_another(top)} key "{top.name(key)}" is {stated}, but {target.path} has a '
+            f"hidden size of {target.hidden_size}"
+        )
+    return stated
+
+
 def check_same_vocabulary(top: Section, section: Section, sizes: Sizes, target: Target) -> None:
     """Refuses a draft head of another vocabulary.
 
@@ -142,13 +161,8 @@ def with_feedback(config: Mapping[str, Any], feedback: str | None, where: object
     """
     if feedback is None:
         return dict(config)
-    kind = config.get("drafter", {}).get("kind")
-    if kind != MTP:
-        found = "a draft model" if kind is None else f"a drafter for {kind!r}"
-        raise ValueError(
-            f"speculative_config['x']['draft_feedback'] is {feedback!r}, but {where} is {found}; "
-            f"allowed: only with {MTP!r}, otherwise leave it out"
-        )
+    found = config.get("drafter", {}).get("kind", "draft_model")
+    KEYS["draft_feedback"].check_method(feedback, found)
     if feedback == "normed" and "streams" in config:
         raise ValueError(
             f"speculative_config['x']['draft_feedback'] is {feedback!r}, but the drafter of "

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from paceline import _core
 
 from .block_kinds import own_block_kind
-from .checkpoint import check_end_ids, parse_target_config, read_hf_config
-from .converted_model import part_for
-from .drafter_checkpoint import DRAFT_MODEL, drafter_config
-from .drafters import with_feedback
+from .checkpoint import OpenedModel, from_config, parse_target_config, read_hf_config
+from .converted_model import describe_converted
+from .drafter_checkpoint import DRAFT_MODEL, dummy_head
 from .families import check_dtype, translate
 from .folder import CheckpointFolder, Source, as_folder
 from .hf_config import HfConfig
@@ -52,8 +51,10 @@ def load_dummy(
     """
     folder = as_folder(source)
     if isinstance(folder, CheckpointFolder) and folder.is_converted:
-        return _made_up_part(folder, dtype, device, seed)
-    return _make_up(read_hf_config(folder), folder.path, folder.tokenizer, dtype, device, seed)
+        opened = describe_converted(folder, dtype)
+    else:
+        opened = _described(read_hf_config(folder), folder.path, dtype)
+    return _make_up(opened, folder.tokenizer, device, seed)
 
 
 def dummy_model(
@@ -83,7 +84,7 @@ def dummy_model(
         MemoryError: There is not enough memory for the weights.
     """
     hf = parse_target_config(Section(hf_config, name))
-    return _make_up(hf, Path(name), None, dtype, device, seed)
+    return _make_up(_described(hf, Path(name), dtype), None, device, seed)
 
 
 def dummy_drafter(
@@ -121,18 +122,8 @@ def dummy_drafter(
     kind = kind_of_config(top) or method or own_block_kind(top)
     if kind is None or kind == DRAFT_MODEL:
         return None
-    config = drafter_config(hf_config, target.as_target(), method=method, source=name)
-    config = with_feedback(config, draft_feedback, name)
-    return _fill(
-        config,
-        target.weight_dtype,
-        device,
-        seed,
-        path=Path(name),
-        family=kind,
-        architecture=kind,
-        hf_config=top,
-    )
+    opened = dummy_head(top, target.as_target(), method).with_feedback(draft_feedback)
+    return _make_up(opened, None, device, seed)
 
 
 def load_dummy_drafter(
@@ -169,15 +160,8 @@ def load_dummy_drafter(
     """
     folder = as_folder(source)
     if isinstance(folder, CheckpointFolder) and folder.is_converted:
-        return _made_up_part(
-            folder,
-            dtype,
-            device,
-            seed,
-            is_drafter=True,
-            method=method,
-            draft_feedback=draft_feedback,
-        )
+        part = describe_converted(folder, dtype, is_drafter=True, method=method)
+        return _make_up(part.with_feedback(draft_feedback), folder.tokenizer, device, seed)
     drafter = dummy_drafter(
         folder.config.values,
         target,
@@ -189,112 +173,26 @@ def load_dummy_drafter(
     )
     if drafter is not None:
         return drafter
-    return _make_up(
-        read_hf_config(folder),
-        folder.path,
-        folder.tokenizer,
-        dtype,
-        device,
-        seed,
-        is_drafter=True,
-    )
+    opened = _described(read_hf_config(folder), folder.path, dtype, is_drafter=True)
+    return _make_up(opened, folder.tokenizer, device, seed)
 
 
-def _made_up_part(
-    folder: CheckpointFolder,
-    dtype: str,
-    device: str,
-    seed: int,
-    *,
-    is_drafter: bool = False,
-    method: str | None = None,
-    draft_feedback: str | None = None,
-) -> LoadedModel:
-    """Makes the target or the drafter of a folder of `paceline convert` with dummy weights."""
-    part = part_for(folder, dtype, is_drafter=is_drafter, method=method)
-    return _fill(
-        with_feedback(part.config, draft_feedback, folder.path),
-        part.dtype,
-        device,
-        seed,
-        path=folder.path,
-        family=str(part.config["name"]),
-        architecture=part.architecture,
-        eos_token_ids=() if is_drafter else folder.converted.stop_token_ids,
-        bos_token_id=folder.converted.bos_token_id,
-        tokenizer=folder.tokenizer,
-        generation_config=folder.generation,
-    )
+def _described(hf: HfConfig, path: Path, dtype: str, *, is_drafter: bool = False) -> OpenedModel:
+    """A target or a draft model without its tensors."""
+    check_dtype(dtype)
+    weight_dtype = _named_dtype(hf.text, hf.top) if dtype == "auto" else dtype
+    return from_config(hf, translate(hf), path, weight_dtype, is_drafter=is_drafter)
 
 
 def _make_up(
-    hf: HfConfig,
-    path: Path,
-    tokenizer: TokenizerInfo | None,
-    dtype: str,
-    device: str,
-    seed: int,
-    *,
-    is_drafter: bool = False,
+    opened: OpenedModel, tokenizer: TokenizerInfo | None, device: str, seed: int
 ) -> LoadedModel:
-    """Makes a target or a draft model with dummy weights."""
-    check_dtype(dtype)
-    family = translate(hf)
-    vocab_size = family.config["vocab_size"]
-    if not is_drafter:
-        check_end_ids(hf, vocab_size)
-    weight_dtype = _named_dtype(hf.text, hf.top) if dtype == "auto" else dtype
-    return _fill(
-        family.config_for(weight_dtype),
-        weight_dtype,
-        device,
-        seed,
-        path=path,
-        family=family.name,
-        architecture=family.architecture,
-        eos_token_ids=tuple(token for token in hf.eos_token_ids if token < vocab_size),
-        bos_token_id=hf.bos_token_id,
-        tokenizer=tokenizer,
-        hf_config=hf.top,
-        generation_config=hf.generation,
-    )
-
-
-def _fill(
-    config: dict[str, Any],
-    weight_dtype: str,
-    device: str,
-    seed: int,
-    *,
-    path: Path,
-    family: str,
-    architecture: str,
-    eos_token_ids: tuple[int, ...] = (),
-    bos_token_id: int | None = None,
-    tokenizer: TokenizerInfo | None = None,
-    hf_config: Section | None = None,
-    generation_config: Section | None = None,
-) -> LoadedModel:
-    builder = _core.ModelBuilder(json.dumps(config), weight_dtype, device)
+    """Gives a model dummy weights."""
+    builder = _core.ModelBuilder(json.dumps(opened.config), opened.weight_dtype, device)
     builder.fill_dummy(seed)
-    return LoadedModel(
-        path=path,
-        model=builder.finish(),
-        family=family,
-        architecture=architecture,
-        config=config,
-        weight_dtype=weight_dtype,
-        stored_dtypes={},
-        vocab_size=config["vocab_size"],
-        max_position=config["max_position"],
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-        tokenizer=tokenizer,
-        notes=("the weights are made up (load_format 'dummy'): the output is meaningless",),
-        hf_config=hf_config,
-        generation_config=generation_config,
-        is_dummy=True,
-    )
+    note = "the weights are made up (load_format 'dummy'): the output is meaningless"
+    opened = replace(opened, notes=(note,))
+    return LoadedModel.of(opened, builder.finish(), tokenizer, is_dummy=True)
 
 
 def _named_dtype(*sections: Section) -> str:

@@ -13,24 +13,26 @@ and a configuration that contradicts them is refused.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline._core import ModelFileError
 
-from .decoder import Sizes, describe, read_activation, read_sizes, same_layers
+from .decoder import Layer, Sizes, describe, read_activation, read_sizes, same_layers
+from .decoder_tensors import layer_tensors, tensor_spec
 from .description import check_description
 from .drafters import (
     EAGLE3,
     Target,
     check_same_vocabulary,
+    check_target_width,
     describe_drafter,
     made_for_another,
     take_positions,
 )
 from .eagle_facts import QK_NORM_SOURCES, Facts, aux_layers, layer_section
-from .eagle_tensors import eagle_tensors
 from .families import is_same_family
-from .family import Family
+from .family import Family, TensorSpec
 from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
 from .messages import shorten, show
 from .rope import RopeSettings, read_rope
@@ -101,7 +103,7 @@ def translate_eagle(
     config = _description(kind, top, layer, sizes, facts, target, notes)
     config["drafter"] = drafter
     check_description(config, (layer, top))
-    tensors = eagle_tensors(kind, sizes, facts, drafter)
+    tensors = _tensors(kind, sizes, facts, drafter)
     family = Family(
         kind,
         (top.strings("architectures") or [kind])[0],
@@ -123,12 +125,8 @@ def _check_target(
     _check_verifier(top, target)
     check_same_vocabulary(top, layer, sizes, target)
     made_for = made_for_another(top)
-    target_hidden = top.integer("target_hidden_size", target.hidden_size)
-    if target_hidden != target.hidden_size:
-        raise ValueError(
-            f'{made_for} key "{top.name("target_hidden_size")}" is {target_hidden}, but '
-            f"{target.path} has a hidden size of {target.hidden_size}"
-        )
+    key = "target_hidden_size"
+    check_target_width(top, key, top.integer(key, target.hidden_size), target)
     borrowed = [
         name
         for name, is_owned in (
@@ -372,3 +370,60 @@ def _rope_of_target(top: Section, head_dim: int, target: Target) -> dict[str, An
         )
     rope: dict[str, Any] = target.config["ropes"][attention["rope"]]
     return rope
+
+
+# ---- the tensors -------------------------------------------------------------------------------
+
+
+def _tensors(
+    kind: str, sizes: Sizes, facts: Facts, drafter: Mapping[str, Any]
+) -> tuple[TensorSpec, ...]:
+    """Lists every tensor but `d2t`, in the order in which the model is filled."""
+    hidden = (sizes.hidden, "hidden_size")
+    target_hidden = drafter["target_hidden_size"]
+    specs: list[TensorSpec] = []
+    if facts.has_embedding:
+        vocab = (sizes.vocab, "vocab_size")
+        specs.append(tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden))
+    if kind == EAGLE3:
+        num_aux = len(drafter["aux_layers"])
+        columns = (num_aux * target_hidden, f"{num_aux} * hidden size of the target")
+        if facts.has_input_norm:
+            specs.append(tensor_spec("fc_input_norm.weight", "input_norm.weight", columns))
+        for i in range(facts.num_fc_norms):
+            width = (target_hidden, "hidden size of the target")
+            specs.append(tensor_spec(f"fc_norm.{i}.weight", f"fc_norm.{i}.weight", width))
+    else:
+        columns = (sizes.hidden + target_hidden, "2 * hidden_size")
+    specs.append(tensor_spec("fc.weight", "fc.weight", hidden, columns))
+    if facts.has_fc_bias:
+        specs.append(tensor_spec("fc.bias", "fc.bias", hidden))
+    for i in range(sizes.layers):
+        reads_both = kind == EAGLE3 and i == 0
+        specs += layer_tensors(
+            f"layers.{i}.",
+            facts.first_layer if i == 0 else f"layers.{i}.",
+            sizes,
+            Layer(FULL, sizes.kv_heads, sizes.head_dim, sizes.intermediate),
+            norms=_layer_norms(kind, i, facts),
+            has_qk_norm=facts.has_qk_norm,
+            has_qkv_bias=facts.has_qkv_bias,
+            has_o_bias=facts.has_o_bias,
+            has_mlp_bias=facts.has_mlp_bias,
+            attention_input=(2 * sizes.hidden, "2 * hidden_size") if reads_both else None,
+        )
+    if facts.has_final_norm or kind == EAGLE3:
+        specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
+    if facts.draft_vocab_size is not None:
+        rows = (facts.draft_vocab_size, "rows")
+        specs.append(tensor_spec("lm_head.weight", "lm_head.weight", rows, hidden))
+    return tuple(specs)
+
+
+def _layer_norms(kind: str, index: int, facts: Facts) -> list[tuple[str, str]]:
+    norms = [("mlp_norm.weight", "post_attention_layernorm.weight")]
+    if kind == EAGLE3 or index > 0 or facts.has_attn_norm:
+        norms.insert(0, ("attn_norm.weight", "input_layernorm.weight"))
+    if kind == EAGLE3 and index == 0:
+        norms.insert(0, ("hidden_norm.weight", "hidden_norm.weight"))
+    return norms

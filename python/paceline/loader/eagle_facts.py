@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from .decoder_tensors import QK_NORMS
@@ -144,28 +144,23 @@ def guess_facts(kind: str, top: Section, target: Target) -> Facts:
     """
     layer = layer_section(top)
     bias = layer.boolean("attention_bias", False)
-    qk_norm = layer.text("model_type", "llama") == "qwen3"
+    facts = Facts(
+        has_qk_norm=layer.text("model_type", "llama") == "qwen3",
+        has_qkv_bias=bias or top.boolean("qkv_bias", False),
+        has_o_bias=bias,
+        has_mlp_bias=layer.boolean("mlp_bias", False),
+    )
     if kind == EAGLE:
-        return Facts(
-            has_attn_norm=False,
-            has_final_norm=False,
-            has_fc_bias=top.boolean("bias", False),
-            has_qk_norm=qk_norm,
-            has_qkv_bias=bias or top.boolean("qkv_bias", False),
-            has_o_bias=bias,
-            has_mlp_bias=layer.boolean("mlp_bias", False),
-        )
+        has_fc_bias = top.boolean("bias", False)
+        return replace(facts, has_attn_norm=False, has_final_norm=False, has_fc_bias=has_fc_bias)
     rows = top.integer("draft_vocab_size", target.vocab_size)
     num_aux = len(aux_layers(top) or range(_NUM_DEFAULT_AUX))
-    return Facts(
+    return replace(
+        facts,
         draft_vocab_size=rows,
         has_map=rows != target.vocab_size,
         has_input_norm=top.boolean("norm_before_fc", False),
         num_fc_norms=num_aux if top.boolean("fc_norm", False) else 0,
-        has_qk_norm=qk_norm,
-        has_qkv_bias=bias or top.boolean("qkv_bias", False),
-        has_o_bias=bias,
-        has_mlp_bias=layer.boolean("mlp_bias", False),
     )
 
 
@@ -175,9 +170,13 @@ def layer_section(top: Section) -> Section:
 
 
 def aux_layers(top: Section) -> list[int] | None:
-    """The layers of the target that the configuration names; None: it names none."""
+    """The layers of the target whose input the draft head reads; None: no key names them.
+
+    The files of SpecForge and ModelOpt, which have the key under "eagle_config", name the layers
+    whose output is read.
+    """
     key = "eagle_aux_hidden_state_layer_ids"
-    for section in (top, top.section("eagle_config")):
+    for section, later in ((top, 0), (top.section("eagle_config"), 1)):
         if section is None or not section.has(key):
             continue
         value = section.values[key]
@@ -185,5 +184,5 @@ def aux_layers(top: Section) -> list[int] | None:
             isinstance(item, int) and not isinstance(item, bool) for item in value
         ):
             raise section.error(key, "a list of layers of the target")
-        return list(value)
+        return [item + later for item in value]
     return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Hugging Face checkpoints as canonical decoder descriptions and tensor names.
 
-Only this file, `gemma4.py`, `gpt_oss.py`, `deepseek.py`, `deepseek_v4.py` and `qwen3_5.py` know the
-names of families of targets. Their result is the description and the tensor names of
-`docs/model-format.md`, and no later code depends on the family.
+Only this file, `gemma4.py`, `gpt_oss.py`, `deepseek.py`, `deepseek_v4.py`, `qwen3_moe.py` and
+`qwen3_5.py` know the names of families of targets. Their result is the description and the tensor
+names of `docs/model-format.md`, and no later code depends on the family.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .family import Family
 from .gemma4 import GEMMA4_ARCHITECTURES, gemma4
 from .gpt_oss import gpt_oss
 from .hf_config import HfConfig, parse_hf_config
-from .layer_types import FULL, SLIDING, read_layer_types
+from .layer_types import FULL, SLIDING, check_full_layers, read_layer_types
 from .quantization import (
     DENSE_METHODS,
     check_plain_lm_head,
@@ -45,6 +45,7 @@ from .qwen3_5 import (
     qwen3_5_moe,
     qwen3_next,
 )
+from .qwen3_moe import qwen3_moe
 from .rope import read_rope, read_rope_by_layer_type
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
@@ -156,17 +157,9 @@ def _llama(hf: HfConfig) -> Family:
 def _qwen3(hf: HfConfig) -> Family:
     check_common(hf, may_have_scales=True)
     text = hf.text
-    if text.boolean("use_sliding_window", False):
-        raise text.refusal("use_sliding_window", "false")
     # The default head size is 128, not hidden_size / num_attention_heads.
     sizes = read_sizes(text, head_dim=128, max_position=32_768, eps=1e-6)
-    if text.has("layer_types"):
-        for i, layer_type in enumerate(read_layer_types(text, sizes.layers, 1)):
-            if layer_type != FULL:
-                raise NotImplementedError(
-                    f'{text.source}: key "{text.name("layer_types")}"[{i}] is {layer_type!r}, '
-                    f"which Paceline does not support for {hf.architecture}; supported: {FULL}"
-                )
+    check_full_layers(hf.architecture, text, sizes.layers)
     return _all_alike("qwen3", hf, sizes, has_qk_norm=True)
 
 
@@ -237,6 +230,7 @@ _FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
     "Glm4MoeLiteForCausalLM": glm4_moe_lite,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "DeepseekV4ForCausalLM": deepseek_v4,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     **dict.fromkeys(QWEN3_5_ARCHITECTURES, qwen3_5),
     **dict.fromkeys(QWEN3_5_MOE_ARCHITECTURES, qwen3_5_moe),
     **dict.fromkeys(QWEN3_NEXT_ARCHITECTURES, qwen3_next),
@@ -254,6 +248,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV4ForCausalLM": "deepseek_v4",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     **QWEN3_5_ARCHITECTURES,
     **QWEN3_5_MOE_ARCHITECTURES,
     **QWEN3_NEXT_ARCHITECTURES,

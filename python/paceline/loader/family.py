@@ -94,7 +94,8 @@ class Family:
 
     Attributes:
         name: "llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3",
-            "deepseek_v4", "qwen3_5", "qwen3_5_moe" or "qwen3_next"; for a draft head, its kind.
+            "deepseek_v4", "qwen3_moe", "qwen3_5", "qwen3_5_moe" or "qwen3_next"; for a draft head,
+            its kind.
         architecture: The class name in `config.json`.
         config: The canonical description, for float32 weights; see `config_for`.
         tensors: Every tensor the model needs.

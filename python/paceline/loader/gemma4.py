@@ -9,6 +9,8 @@ Configurations have two spellings of the sizes of full layers. Published files h
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline._core import ModelFileError
@@ -20,13 +22,14 @@ from .decoder import (
     PerLayerInputs,
     Sizes,
     check_common,
+    check_top_k,
     describe,
     read_activation,
     read_sizes,
     round_to_float32,
 )
-from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
-from .family import Family
+from .decoder_tensors import SANDWICH_NORMS, decoder_tensors, tensor_spec
+from .family import Family, TensorSpec
 from .hf_config import HfConfig
 from .layer_types import FULL, SLIDING, read_layer_types
 from .rope import RopeSettings, read_rope_of_gemma4
@@ -55,6 +58,29 @@ _OTHER_PREFIXES: Final = tuple(
     for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 )
 
+# The norms of a layer's two branches: canonical name, name in the checkpoint.
+_BRANCH_NORMS: Final = (
+    ("mlp.dense_norm.weight", "post_feedforward_layernorm_1.weight"),
+    ("mlp.router_norm.weight", "router.scale"),
+    ("mlp.expert_norm.weight", "pre_feedforward_layernorm_2.weight"),
+    ("mlp.mixture_norm.weight", "post_feedforward_layernorm_2.weight"),
+)
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """The mixture beside the dense MLP of every layer of the 26B model.
+
+    Attributes:
+        count: How many experts there are.
+        top_k: How many of them a token uses.
+        intermediate: The width of each of them.
+    """
+
+    count: int
+    top_k: int
+    intermediate: int
+
 
 def gemma4(hf: HfConfig) -> Family:
     """Translates a target.
@@ -66,8 +92,7 @@ def gemma4(hf: HfConfig) -> Family:
     check_common(hf, may_be_bidirectional_in_images=True)
     text = hf.text
     is_unified = "Unified" in hf.architecture
-    if not is_unified:
-        check_dense(text)
+    experts = None if is_unified else _read_experts(text)
     sizes = read_gemma4_sizes(text, is_unified=is_unified)
     layers = _read_layers(text, sizes)
     per_layer_inputs = None
@@ -100,6 +125,10 @@ def gemma4(hf: HfConfig) -> Family:
         has_layer_scale=True,
         per_layer_inputs=per_layer_inputs,
     )
+    if experts is not None:
+        for layer in config["layers"]:
+            layer["mlp"] = _describe_branches(layer["mlp"], experts, sizes)
+        tensors += tuple(_branch_tensors(experts, sizes))
     return Family(
         "gemma4",
         hf.architecture,
@@ -113,15 +142,58 @@ def gemma4(hf: HfConfig) -> Family:
 
 
 def check_dense(text: Section) -> None:
-    """Refuses a mixture of experts.
+    """Refuses experts in the layers of a drafter.
 
     Raises:
-        NotImplementedError: It is one.
+        NotImplementedError: It has some.
     """
     if text.boolean("enable_moe_block", False):
-        raise text.refusal(
-            "enable_moe_block", "false (the dense sizes; mixtures of experts are not supported yet)"
-        )
+        raise text.refusal("enable_moe_block", "false")
+
+
+def _read_experts(text: Section) -> _Experts | None:
+    if not text.boolean("enable_moe_block", False):
+        return None
+    count = text.integer("num_experts")
+    top_k = text.integer("top_k_experts")
+    check_top_k(text, "top_k_experts", top_k, "num_experts", count)
+    return _Experts(count, top_k, text.integer("moe_intermediate_size"))
+
+
+def _describe_branches(dense: dict[str, Any], experts: _Experts, sizes: Sizes) -> dict[str, Any]:
+    mixture = {
+        "num_experts": experts.count,
+        "top_k": experts.top_k,
+        "intermediate": experts.intermediate,
+        "activation": dense["activation"],
+        "has_bias": False,
+        # The softmax over all logits is divided by the sum of the chosen ones.
+        "router": "softmax_of_chosen",
+        "has_router_bias": False,
+        # transformers applies this factor to the router's input.
+        "logit_scale": round_to_float32(sizes.hidden**-0.5),
+        "has_expert_scales": True,
+    }
+    return {"dense": dense, "mixture": mixture}
+
+
+def _branch_tensors(experts: _Experts, sizes: Sizes) -> Iterator[TensorSpec]:
+    """The tensors of all layers besides those of the dense MLPs."""
+    count = (experts.count, "num_experts")
+    hidden = (sizes.hidden, "hidden_size")
+    intermediate = (experts.intermediate, "moe_intermediate_size")
+    wide = (2 * experts.intermediate, "2 * moe_intermediate_size")
+    for i in range(sizes.layers):
+        layer = f"layers.{i}."
+        for name, source in _BRANCH_NORMS:
+            yield tensor_spec(layer + name, layer + source, hidden)
+        for name, source, dims in (
+            ("router.weight", "router.proj.weight", (count, hidden)),
+            ("router.expert_scales", "router.per_expert_scale", (count,)),
+            ("experts.gate_up.weight", "experts.gate_up_proj", (count, wide, hidden)),
+            ("experts.down.weight", "experts.down_proj", (count, hidden, intermediate)),
+        ):
+            yield tensor_spec(f"{layer}mlp.{name}", layer + source, *dims)
 
 
 def read_gemma4_sizes(text: Section, *, is_unified: bool) -> Sizes:

@@ -23,6 +23,7 @@ from .drafters import (
     GEMMA4_MTP,
     Target,
     check_same_vocabulary,
+    check_target_width,
     describe_drafter,
     made_for_another,
     take_positions,
@@ -94,12 +95,9 @@ def translate_assistant(
     _check_supported(hf)
     is_unified = "Unified" in hf.architecture
     sizes = read_gemma4_sizes(text, is_unified=is_unified)
-    backbone = top.integer("backbone_hidden_size")
-    if backbone != target.hidden_size:
-        raise ValueError(
-            f'{made_for_another(top)} key "{top.name("backbone_hidden_size")}" is {backbone}, but '
-            f"{target.path} has a hidden size of {target.hidden_size}"
-        )
+    backbone = check_target_width(
+        top, "backbone_hidden_size", top.integer("backbone_hidden_size"), target
+    )
     check_same_vocabulary(top, text, sizes, target)
     layers = _read_layers(text, sizes)
     notes: list[str] = []
@@ -176,12 +174,9 @@ def _check_supported(hf: HfConfig) -> None:
     check_common(hf, may_be_bidirectional_in_images=True)
     text = hf.text
     check_dense(text)
-    if text.boolean("use_double_wide_mlp", False):
-        raise text.refusal("use_double_wide_mlp", "false")
-    if text.integer("hidden_size_per_layer_input", 0, low=0) != 0:
-        raise text.refusal("hidden_size_per_layer_input", "0")
-    if not hf.top.boolean("tie_word_embeddings", True):
-        raise hf.top.refusal("tie_word_embeddings", f"true (the lm_head is {_EMBEDDINGS!r})")
+    text.only("use_double_wide_mlp", False)
+    text.only("hidden_size_per_layer_input", 0)
+    hf.top.only("tie_word_embeddings", True, f"true (the lm_head is {_EMBEDDINGS!r})")
     num_layers = text.integer("num_hidden_layers")
     # Older files say 0 where all layers read the target's KV.
     if text.integer("num_kv_shared_layers", 0, low=0) not in (0, num_layers):

@@ -52,8 +52,7 @@ def gpt_oss(hf: HfConfig) -> Family:
     )
     layer_types = read_layer_types(text, sizes.layers, 2)
     window = text.integer("sliding_window", 128) if SLIDING in layer_types else 0
-    if text.text("hidden_act", "silu") != "silu":
-        raise text.refusal("hidden_act", "silu (with swiglu_alpha and swiglu_limit)")
+    text.only("hidden_act", "silu", "silu (with swiglu_alpha and swiglu_limit)")
     mixture = _read_mixture(text)
     formats = NO_FORMATS
     quantization = read_quantization(hf, ("mxfp4",))

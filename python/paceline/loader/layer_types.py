@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from paceline._core import ModelFileError
@@ -13,6 +14,25 @@ from .section import Section
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 LAYER_TYPES: Final = (FULL, SLIDING)
+
+
+def check_full_layers(architecture: str, text: Section, num_layers: int) -> None:
+    """Refuses layers of Qwen3's families that have a window.
+
+    Raises:
+        ModelFileError: "layer_types" has another length.
+        NotImplementedError: A layer has a window.
+    """
+    if text.boolean("use_sliding_window", False):
+        raise text.refusal("use_sliding_window", "false")
+    if not text.has("layer_types"):
+        return
+    for i, layer_type in enumerate(read_layer_types(text, num_layers, 1)):
+        if layer_type != FULL:
+            raise NotImplementedError(
+                f'{text.source}: key "{text.name("layer_types")}"[{i}] is {layer_type!r}, '
+                f"which Paceline does not support for {architecture}; supported: {FULL}"
+            )
 
 
 def read_layer_types(text: Section, num_layers: int, default_pattern: int) -> tuple[str, ...]:
@@ -45,9 +65,32 @@ def read_layer_types(text: Section, num_layers: int, default_pattern: int) -> tu
                 f'{text.source}: key "{text.name("layer_types")}"[{i}] is {quote(name)}, which '
                 f"Paceline does not support; supported: {', '.join(LAYER_TYPES)}"
             )
+    return _of_each_layer(text, "layer_types", names, num_layers)
+
+
+def read_types(
+    text: Section, key: str, allowed: Sequence[str], num_layers: int
+) -> tuple[str, ...] | None:
+    """A list with one of some names for each layer; None: the key is absent.
+
+    Raises:
+        ModelFileError: The list has another length.
+        NotImplementedError: It has another name.
+    """
+    names = text.strings(key)
+    if names is None:
+        return None
+    if any(name not in allowed for name in names):
+        raise text.refusal(key, f"a list of {', '.join(allowed)}")
+    return _of_each_layer(text, key, names, num_layers)
+
+
+def _of_each_layer(
+    text: Section, key: str, names: Sequence[str], num_layers: int
+) -> tuple[str, ...]:
     if len(names) != num_layers:
         raise ModelFileError(
-            f'{text.source}: key "{text.name("layer_types")}" has {len(names)} entries; expected '
+            f'{text.source}: key "{text.name(key)}" has {len(names)} entries; expected '
             f'{num_layers}, as "{text.name("num_hidden_layers")}" says'
         )
     return tuple(names)

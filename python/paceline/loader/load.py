@@ -3,24 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
-
 from paceline._core import ModelFileError
 
 from .binding import value_error
 from .checkpoint import OpenedModel, load_weights, open_checkpoint
-from .converted_model import ConvertedModel, open_converted
+from .converted_model import open_converted
 from .drafter_checkpoint import open_any_drafter
-from .drafters import Target, with_feedback
+from .drafters import Target
 from .dummy import load_dummy, load_dummy_drafter
 from .folder import CheckpointFolder, Source, as_folder
 from .loaded_model import LoadedModel
 from .state_dict import StateDict
 from .tokenizer import TokenizerInfo, check_tokenizers
-
-if TYPE_CHECKING:
-    from paceline import _core
 
 
 def load_checkpoint(
@@ -185,39 +179,19 @@ def _open_drafter(
         draft = open_converted(folder, dtype, is_drafter=True, method=method)
     else:
         draft = open_any_drafter(folder, target, method=method, dtype=dtype)
-    config = with_feedback(draft.family.config, draft_feedback, draft.path)
-    return dataclasses.replace(draft, family=dataclasses.replace(draft.family, config=config))
-
-
-def _fill(opened: OpenedModel, *, device: str, progress: bool) -> _core.Model:
-    try:
-        return load_weights(opened, device=device, progress=progress)
-    except ModelFileError:
-        raise
-    except ValueError as error:
-        # Values of tensors are first checked here, and a converted folder is checked only here.
-        if isinstance(opened, ConvertedModel):
-            raise ModelFileError(f"{opened.weights_path}: {error}") from None
-        raise value_error(error, opened.tensors) from None
+    return draft.with_feedback(draft_feedback)
 
 
 def _load(
     opened: OpenedModel, tokenizer: TokenizerInfo | None, *, device: str, progress: bool
 ) -> LoadedModel:
-    return LoadedModel(
-        path=opened.path,
-        model=_fill(opened, device=device, progress=progress),
-        family=opened.family.name,
-        architecture=opened.family.architecture,
-        config=opened.config,
-        weight_dtype=opened.weight_dtype,
-        stored_dtypes=opened.stored_dtypes,
-        vocab_size=opened.family.config["vocab_size"],
-        max_position=opened.family.config["max_position"],
-        eos_token_ids=opened.eos_token_ids,
-        bos_token_id=opened.bos_token_id,
-        tokenizer=tokenizer,
-        notes=opened.notes,
-        hf_config=opened.top,
-        generation_config=opened.generation,
-    )
+    try:
+        model = load_weights(opened, device=device, progress=progress)
+    except ModelFileError:
+        raise
+    except ValueError as error:
+        # Values of tensors are first checked here, and a converted folder is checked only here.
+        if opened.converted_file is not None:
+            raise ModelFileError(f"{opened.converted_file}: {error}") from None
+        raise value_error(error, opened.tensors) from None
+    return LoadedModel.of(opened, model, tokenizer)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .checkpoint import OpenedModel
 from .drafter_checkpoint import DRAFT_MODEL
 from .drafters import Target
 from .section import Section
@@ -58,6 +59,36 @@ class LoadedModel:
     hf_config: Section | None = None
     generation_config: Section | None = None
     is_dummy: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        opened: OpenedModel,
+        model: _core.Model,
+        tokenizer: TokenizerInfo | None,
+        *,
+        is_dummy: bool = False,
+    ) -> LoadedModel:
+        """A model whose files were checked, with its weights and its tokenizer."""
+        config = opened.config
+        return cls(
+            path=opened.path,
+            model=model,
+            family=opened.family.name,
+            architecture=opened.family.architecture,
+            config=config,
+            weight_dtype=opened.weight_dtype,
+            stored_dtypes=opened.stored_dtypes,
+            vocab_size=config["vocab_size"],
+            max_position=config["max_position"],
+            eos_token_ids=opened.eos_token_ids,
+            bos_token_id=opened.bos_token_id,
+            tokenizer=tokenizer,
+            notes=opened.notes,
+            hf_config=opened.top,
+            generation_config=opened.generation,
+            is_dummy=is_dummy,
+        )
 
     @property
     def config_json(self) -> str:

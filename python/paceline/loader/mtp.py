@@ -20,7 +20,7 @@ from . import deepseek_v4, qwen3_5, qwen3_5_tensors
 from .binding import same_bytes
 from .decoder_tensors import tensor_spec
 from .deepseek import num_mtp_layers
-from .deepseek_v4_tensors import PUBLISHED, end_mix, layer_tensors, matrix
+from .deepseek_v4_tensors import PUBLISHED, V4Tensors
 from .description import check_description
 from .drafters import MTP, Target, describe_drafter, made_for_another
 from .families import ARCHITECTURES, translate
@@ -166,20 +166,21 @@ def _translate_v4(
             )
         if not found:
             raise _missing_layer(where, layer)
-    description, shape, described, formats = deepseek_v4.describe_drafting_layer(hf)
+    description = deepseek_v4.describe_drafting_layer(hf)
     config = _describe(whole, description, target, (), norm_output=False)
-    if formats.dense is not None:
-        config["drafter"]["fc"] = formats.dense.entry
+    if "qkv_a" in description["attention"]:
+        config["drafter"]["fc"] = description["attention"]["qkv_a"]
     check_description(config, (hf.text, top))
-    hidden = (shape.hidden, "hidden_size")
+    tensors = V4Tensors(whole.config, PUBLISHED)
+    hidden = tensors.hidden
     specs = [
         tensor_spec(f"{name}.weight", f"{layer}{source}.weight", hidden)
         for name, source in (("fc_norm.0", "enorm"), ("fc_norm.1", "hnorm"), ("final_norm", "norm"))
     ]
     for name, source in (("fc", "e_proj"), ("fc_hidden", "h_proj")):
-        specs += matrix(formats, PUBLISHED, name, layer, source, hidden, hidden)
-    specs += end_mix(shape, PUBLISHED, layer)
-    specs += layer_tensors(shape, described, formats, PUBLISHED, "layers.0.", layer)
+        specs += tensors.matrix(name, layer, source, hidden, hidden)
+    specs += tensors.end_mix(layer)
+    specs += tensors.layer(description, "layers.0.", layer)
     family = Family(
         MTP,
         hf.architecture,

@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TypeVar
+from types import MappingProxyType
+from typing import Final
 
 from paceline._core import ModelFileError
 
@@ -24,7 +25,8 @@ _MAX_DIGITS: Final = 300
 _ZERO_FLOAT32: Final = 2.0**-150
 _INFINITE_FLOAT32: Final = (2 - 2.0**-24) * 2.0**127
 
-_Scalar = TypeVar("_Scalar", bool, int, float, str)
+#: Values of keys that an object may leave out.
+Defaults = Mapping[str, bool | int | float | str]
 
 
 class _Required:
@@ -105,17 +107,30 @@ class Section:
     allowed.
     """
 
-    def __init__(self, values: Mapping[str, object], source: str, path: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        source: str,
+        path: str = "",
+        defaults: Defaults = MappingProxyType({}),
+    ) -> None:
         """Wraps an object.
 
         Args:
             values: The object.
             source: The file, for messages.
             path: Its path in the file, e.g. "text_config"; empty for the whole file.
+            defaults: The values of keys that the object may leave out, unless the reader of a key
+                has a default of its own.
         """
         self.values = values
         self.source = source
         self.path = path
+        self._defaults = defaults
+
+    def with_defaults(self, defaults: Defaults) -> Section:
+        """The same object with values for keys that it may leave out."""
+        return Section(self.values, self.source, self.path, defaults)
 
     def name(self, key: str) -> str:
         """The key with its path in the file, e.g. "text_config.hidden_size"."""
@@ -214,6 +229,26 @@ class Section:
         value = self.values.get(key)
         if value is not None:
             return value
+        default = self._defaults.get(key, default) if isinstance(default, _Required) else default
         if isinstance(default, _Required):
             raise self.error(key, expected)
         return default
+
+    def only(self, key: str, supported: bool | int | str, shown: str | None = None) -> None:
+        """Refuses a value of a key that is not the supported one, which is also its default.
+
+        Args:
+            key: The key; its value has the type of `supported`.
+            supported: The value.
+            shown: The same for the message; None: as in JSON, a string without quotes.
+        """
+        value: object
+        if isinstance(supported, bool):
+            value = self.boolean(key, supported)
+        elif isinstance(supported, str):
+            value = self.text(key, supported)
+        else:
+            value = self.integer(key, supported, low=min(supported, 1))
+        if value != supported:
+            plain = supported if isinstance(supported, str) else show(supported)
+            raise self.refusal(key, shown or plain)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -73,6 +73,10 @@ class WeightMap:
 
     where: str
     owners: Mapping[str, TensorSource]
+
+
+#: Those of a model that will have dummy weights.
+NO_WEIGHTS: Final = WeightMap("", {})
 
 
 def read_tensor(source: TensorSource, name: str) -> bytes:

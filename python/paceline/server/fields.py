@@ -302,8 +302,8 @@ def take_tools(
     if text_format is None:
         raise refusal(
             "tools is given, but this model's chat template tells no format of calls that this "
-            f"version reads; leave it out, or start the server with --tool-call-parser, one of "
-            f"{', '.join(FORMATS)}",
+            "version reads (Qwen3-Coder's <function=NAME> is not read); leave it out, or start the "
+            f"server with --tool-call-parser, one of {', '.join(FORMATS)}",
             "tools",
         )
     if required is not None:

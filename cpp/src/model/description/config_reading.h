@@ -69,7 +69,7 @@ inline constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far be
 [[nodiscard]] Activation read_activation(const Json& activation, bool allows_limits);
 
 // The format under `key` of a matrix, which has as many columns as `width` says; plain without the
-// key.
+// key. Of experts: one tensor has the matrices of all experts, which cannot be fp8.
 struct Width {
   std::string_view name;
   int64_t columns;

@@ -38,6 +38,7 @@ template <class Kind, class... Others>
 }
 
 [[nodiscard]] MlpConfig read_mlp(const Json& json, const DecoderConfig& config) {
+  if (json.find("mixture")) return read_parallel(json, config);
   if (json.find("num_experts") || json.find("top_k")) return read_mixture(json, config.hidden);
   return read_dense(json, config.hidden);
 }

@@ -28,13 +28,14 @@
 #include "model/layers/latent/config.h"
 #include "model/layers/moe/config.h"
 #include "model/layers/multi_head/config.h"
+#include "model/layers/parallel/config.h"
 #include "model/layers/recurrent/config.h"
 
 namespace paceline {
 
 using AttentionConfig =
     std::variant<MultiHeadAttention, LatentAttention, CompressedAttention, RecurrentAttention>;
-using MlpConfig = std::variant<DenseMlp, MoeMlp>;
+using MlpConfig = std::variant<DenseMlp, MoeMlp, ParallelMlp>;
 
 struct LayerConfig {
   AttentionConfig attention;

@@ -17,6 +17,7 @@
 #include "model/layers/latent/layer.h"
 #include "model/layers/moe/layer.h"
 #include "model/layers/multi_head/layer.h"
+#include "model/layers/parallel/layer.h"
 #include "model/layers/recurrent/layer.h"
 
 namespace paceline {

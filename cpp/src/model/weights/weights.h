@@ -19,6 +19,7 @@
 #include "model/layers/latent/weights.h"
 #include "model/layers/moe/weights.h"
 #include "model/layers/multi_head/weights.h"
+#include "model/layers/parallel/weights.h"
 #include "model/layers/recurrent/weights.h"
 #include "model/weights/linear.h"
 #include "model/weights/weight_parts.h"

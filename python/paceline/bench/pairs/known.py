@@ -68,6 +68,10 @@ PAIRS: Final = {
         Pair("gemma3-27b+270m", "gemma3-27b", "gemma3-270m", "draft_model"),
         Pair("gpt-oss-120b+20b", "gpt-oss-120b", "gpt-oss-20b", "draft_model"),
         Pair("gemma4-12b+assistant", "gemma4-12b", "gemma4-12b-assistant", "gemma4_mtp"),
+        Pair("qwen3-30b-a3b+eagle3", "qwen3-30b-a3b", "qwen3-30b-a3b-eagle3", "eagle3"),
+        Pair(
+            "gemma4-26b-a4b+assistant", "gemma4-26b-a4b", "gemma4-26b-a4b-assistant", "gemma4_mtp"
+        ),
     )
 }
 

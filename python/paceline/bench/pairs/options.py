@@ -6,10 +6,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from paceline.bench.models import is_config_name
-from paceline.bench.options import PAIR_METHODS
 from paceline.bench.pairs.known import NUM_SPECULATIVE_TOKENS, PAIRS, Pair
 from paceline.bench.values import check_outputs, parse_concurrency, parse_list
 from paceline.checks import check_choice, check_int, check_path, shorten
@@ -17,6 +16,10 @@ from paceline.commands.prompt_input import Input, read_prompts
 from paceline.limits import MAX_INT, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
 from paceline.speculative_config import SpeculativeConfig
+from paceline.speculative_fields import METHODS, MODEL_FREE_METHODS
+
+#: Methods whose drafter is a model of its own.
+PAIR_METHODS: Final = tuple(method for method in METHODS if method not in MODEL_FREE_METHODS)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
 
 namespace paceline {
 
-DenseMlp read_gated_unit(const Json& json, int32_t hidden, bool is_expert) {
+DenseMlp read_gated_unit(const Json& json, int32_t hidden, bool is_joined) {
   DenseMlp mlp;
   mlp.intermediate = read_int(json, "intermediate", 1, kMaxIntermediate);
   const Json activation = json.at("activation");
@@ -24,8 +24,8 @@ DenseMlp read_gated_unit(const Json& json, int32_t hidden, bool is_expert) {
   mlp.alpha = read_of(is_oai, "alpha");
   mlp.limit = read_of(is_oai || mlp.activation == Activation::kClampedSilu, "limit");
   mlp.has_bias = json.at("has_bias").as_bool();
-  mlp.gate_up = read_format(json, "gate_up", {"hidden_size", hidden}, is_expert);
-  mlp.down = read_format(json, "down", {"intermediate", mlp.intermediate}, is_expert);
+  mlp.gate_up = read_format(json, "gate_up", {"hidden_size", hidden}, is_joined);
+  mlp.down = read_format(json, "down", {"intermediate", mlp.intermediate}, is_joined);
   return mlp;
 }
 
@@ -33,7 +33,7 @@ DenseMlp read_dense(const Json& json, int32_t hidden) {
   constexpr std::array<std::string_view, 3> kKeys = {"intermediate", "activation", "has_bias"};
   constexpr std::array<std::string_view, 4> kOptional = {"alpha", "limit", "gate_up", "down"};
   json.check_keys(kKeys, kOptional);
-  return read_gated_unit(json, hidden, /*is_expert=*/false);
+  return read_gated_unit(json, hidden, /*is_joined=*/false);
 }
 
 }  // namespace paceline

@@ -26,8 +26,9 @@ struct DenseMlp {
   friend bool operator==(const DenseMlp&, const DenseMlp&) = default;
 };
 
-// Reads a dense MLP over `hidden` elements, and the keys that it shares with an expert.
+// Reads a dense MLP over `hidden` elements, and the keys that it shares with an expert. Joined: a
+// tensor has the matrices of all experts, which cannot be fp8.
 [[nodiscard]] DenseMlp read_dense(const Json& json, int32_t hidden);
-[[nodiscard]] DenseMlp read_gated_unit(const Json& json, int32_t hidden, bool is_expert);
+[[nodiscard]] DenseMlp read_gated_unit(const Json& json, int32_t hidden, bool is_joined);
 
 }  // namespace paceline

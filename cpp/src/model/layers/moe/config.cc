@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <span>
 
 #include "model/description/config_reading.h"
 
@@ -15,9 +16,10 @@ constexpr int32_t kExpertAlignment = 8;
 
 [[nodiscard]] RouterRule read_router(const Json& router) {
   if (router.as_string() == "softmax_of_chosen") return RouterRule::kSoftmaxOfChosen;
+  if (router.as_string() == "softmax") return RouterRule::kSoftmax;
   if (router.as_string() == "sigmoid") return RouterRule::kSigmoid;
   if (router.as_string() == "sqrt_softplus") return RouterRule::kSqrtSoftplus;
-  router.refuse("'softmax_of_chosen', 'sigmoid', 'sqrt_softplus'");
+  router.refuse("'softmax_of_chosen', 'softmax', 'sigmoid', 'sqrt_softplus'");
 }
 
 [[nodiscard]] ScoreRouting read_score_routing(const Json& json, const MoeMlp& mlp) {
@@ -52,10 +54,11 @@ MoeMlp read_mixture(const Json& json, int32_t hidden) {
                                                      "has_router_bias"};
   constexpr std::array<std::string_view, 5> kOfScores = {
       "num_groups", "top_groups", "normalises_weights", "weight_scale", "has_token_experts"};
-  constexpr std::array<std::string_view, 14> kOptional = {
-      "alpha",      "limit",      "interleaved", "transposed", "gate_up",
-      "down",       "per_expert", kOfScores[0],  kOfScores[1], kOfScores[2],
-      kOfScores[3], kOfScores[4], "shared",      "shared_gate"};
+  constexpr std::array<std::string_view, 2> kOfSoftmax = {"logit_scale", "has_expert_scales"};
+  constexpr std::array<std::string_view, 16> kOptional = {
+      "alpha",      "limit",      "interleaved", "transposed", "gate_up",    "down",
+      "per_expert", "shared",     "shared_gate", kOfScores[0], kOfScores[1], kOfScores[2],
+      kOfScores[3], kOfScores[4], kOfSoftmax[0], kOfSoftmax[1]};
   json.check_keys(kKeys, kOptional);
   MoeMlp mlp;
   mlp.num_experts = read_int(json, "num_experts", 1, kMaxExperts);
@@ -65,24 +68,30 @@ MoeMlp read_mixture(const Json& json, int32_t hidden) {
         .refuse(concat("no such key unless hidden_size is a multiple of ", kExpertAlignment,
                        "; it is ", hidden));
   }
-  mlp.expert = read_gated_unit(json, hidden, /*is_expert=*/true);
+  mlp.is_per_expert = read_switch(json, "per_expert");
+  mlp.expert = read_gated_unit(json, hidden, /*is_joined=*/!mlp.is_per_expert);
   if (mlp.expert.intermediate % kExpertAlignment != 0) {
     json.at("intermediate").refuse(concat("a multiple of ", kExpertAlignment));
   }
   mlp.router = read_router(json.at("router"));
-  switch (mlp.router) {
-    case RouterRule::kSoftmaxOfChosen:
-      for (const std::string_view key : kOfScores) {
-        if (const std::optional<Json> value = json.find(key)) {
-          value->refuse("no such key where router is 'softmax_of_chosen'");
-        }
+  const auto refuse_keys = [&](std::span<const std::string_view> keys) {
+    for (const std::string_view key : keys) {
+      if (const std::optional<Json> value = json.find(key)) {
+        value->refuse(
+            concat("no such key where router is ", quoted(json.at("router").as_string())));
       }
-      break;
-    case RouterRule::kSigmoid:
-    case RouterRule::kSqrtSoftplus:
-      mlp.scoring = read_score_routing(json, mlp);
-      mlp.has_token_experts = read_switch(json, "has_token_experts");
-      break;
+    }
+  };
+  if (has_softmax(mlp.router)) {
+    refuse_keys(kOfScores);
+    if (const std::optional<Json> scale = json.find("logit_scale")) {
+      mlp.logit_scale = read_positive(*scale);
+    }
+    mlp.has_expert_scales = read_switch(json, "has_expert_scales");
+  } else {
+    refuse_keys(kOfSoftmax);
+    mlp.scoring = read_score_routing(json, mlp);
+    mlp.has_token_experts = read_switch(json, "has_token_experts");
   }
   if (mlp.has_token_experts &&
       (mlp.router != RouterRule::kSqrtSoftplus || mlp.scoring.num_groups > 1)) {
@@ -92,7 +101,6 @@ MoeMlp read_mixture(const Json& json, int32_t hidden) {
   mlp.has_router_bias = json.at("has_router_bias").as_bool();
   mlp.is_interleaved = read_switch(json, "interleaved");
   mlp.is_transposed = read_switch(json, "transposed");
-  mlp.is_per_expert = read_switch(json, "per_expert");
   for (const std::string_view key : {"gate_up", "down"}) {
     if (mlp.is_transposed && json.find(key)) {
       json.at(key).refuse("no such key with transposed, which is for plain tensors");

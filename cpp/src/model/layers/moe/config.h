@@ -21,7 +21,10 @@ struct MoeMlp {
   std::optional<DenseMlp> shared;
   bool has_shared_gate = false;  // that output is multiplied by sigmoid(shared_gate x), a number
   RouterRule router = RouterRule::kSoftmaxOfChosen;
-  ScoreRouting scoring;  // of rules with scores
+  ScoreRouting scoring;      // of rules with scores
+  float logit_scale = 1.0f;  // of rules with a softmax: a factor on the logits
+  bool has_expert_scales =
+      false;  // of rules with a softmax: each expert has a factor on its weights
   // kSqrtSoftplus: a table has the experts of each token, instead of a correction.
   bool has_token_experts = false;
   bool has_router_bias = false;

@@ -39,25 +39,20 @@ MoeScratch MoeWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) co
           .output = arena.allocate<std::byte>(outputs * dtype_bytes(dtype), "activations")};
 }
 
+namespace {
+
+// Whether the shared expert is computed with the others.
+[[nodiscard]] bool is_joined(const MoeMlp& m, const PassRows& rows) {
+  return m.joins_shared() && rows.capacity <= kMaxJoinedRows;
+}
+
+}  // namespace
+
 template <class Ctx>
-std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w,
-                                            const MlpPass& pass) {
+void route_rows(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const MlpPass& pass,
+                const MoeScratch& a) {
   const PassRows& rows = pass.rows;
   const Activations& activations = pass.activations;
-  const auto& a = activations.of<MoeScratch>();
-  const DType dtype = activations.dtype;
-  const bool is_joined = m.joins_shared() && rows.capacity <= kMaxJoinedRows;
-  const int32_t num_experts = m.num_experts + (is_joined ? 1 : 0);
-  const int32_t max_expert_rows = rows.capacity * (m.top_k + (is_joined ? 1 : 0));
-  // First, because it uses the buffers of the experts.
-  if (m.shared && !is_joined) static_cast<void>(run_mlp(ctx, *m.shared, w.shared, pass));
-  if (m.has_shared_gate) {
-    project(ctx, row_count(rows), w.shared_gate,
-            {.x = activations.normed,
-             .y = a.shared_gate,
-             .x_dtype = dtype,
-             .y_dtype = DType::kFloat32});
-  }
   ctx.run(run_router, RouterParams{.product = {.num_rows = rows.num_rows,
                                                .max_rows = rows.capacity,
                                                .x = activations.normed,
@@ -66,7 +61,7 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
                                                .bias = w.router.bias,
                                                .y = a.logits,
                                                .y_stride = m.num_experts,
-                                               .x_dtype = dtype,
+                                               .x_dtype = activations.dtype,
                                                .y_dtype = DType::kFloat32},
                                    .route = {.num_rows = rows.num_rows,
                                              .max_rows = rows.capacity,
@@ -80,7 +75,9 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
                                              .correction = w.correction,
                                              .token_experts = w.token_experts,
                                              .token_ids = rows.token_ids,
-                                             .vocab_size = pass.config.vocab_size},
+                                             .vocab_size = pass.config.vocab_size,
+                                             .logit_scale = m.logit_scale,
+                                             .expert_scales = w.expert_scales},
                                    .sort = {.num_rows = rows.num_rows,
                                             .max_rows = rows.capacity,
                                             .experts = a.experts,
@@ -90,7 +87,18 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
                                             .source_row = a.source_row,
                                             .expert_row = a.expert_row,
                                             .counters = pass.expert_counters,
-                                            .has_shared = is_joined}});
+                                            .has_shared = is_joined(m, rows)}});
+}
+
+template <class Ctx>
+CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w,
+                                 const MlpPass& pass, const MoeScratch& a) {
+  const PassRows& rows = pass.rows;
+  const Activations& activations = pass.activations;
+  const DType dtype = activations.dtype;
+  const bool has_joined = is_joined(m, rows);
+  const int32_t num_experts = m.num_experts + (has_joined ? 1 : 0);
+  const int32_t max_expert_rows = rows.capacity * (m.top_k + (has_joined ? 1 : 0));
   const auto product = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
                            int32_t num_x_rows, void* y) {
     const WeightMatrix& first = linears.weight.first;
@@ -108,7 +116,7 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
                             .y_stride = first.n,
                             .x_dtype = dtype,
                             .y_dtype = dtype,
-                            .shared_expert = is_joined ? m.num_experts : -1};
+                            .shared_expert = has_joined ? m.num_experts : -1};
   };
   ctx.run(activated_experts,
           ActivatedExpertsParams{.product = product(w.gate_up, activations.normed, a.source_row,
@@ -136,18 +144,41 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
                               .y = activations.branch,
                               .hidden = pass.config.hidden,
                               .dtype = dtype,
-                              .base = m.shared && !is_joined ? activations.branch : nullptr,
-                              .has_shared = is_joined,
+                              .base = m.shared && !has_joined ? activations.branch : nullptr,
+                              .has_shared = has_joined,
                               .base_gate = m.has_shared_gate ? a.shared_gate : nullptr};
 }
 
-template std::optional<CombineExpertsParams> run_mlp<CpuContext>(CpuContext&, const MoeMlp&,
-                                                                 const WeightsOf<MoeMlp>&,
-                                                                 const MlpPass&);
+template <class Ctx>
+std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w,
+                                            const MlpPass& pass) {
+  const auto& scratch = pass.activations.of<MoeScratch>();
+  // First, because it uses the buffers of the experts.
+  if (m.shared && !is_joined(m, pass.rows)) {
+    static_cast<void>(run_mlp(ctx, *m.shared, w.shared, pass));
+  }
+  if (m.has_shared_gate) {
+    project(ctx, row_count(pass.rows), w.shared_gate,
+            {.x = pass.activations.normed,
+             .y = scratch.shared_gate,
+             .x_dtype = pass.activations.dtype,
+             .y_dtype = DType::kFloat32});
+  }
+  route_rows(ctx, m, w, pass, scratch);
+  return run_experts(ctx, m, w, pass, scratch);
+}
+
+#define PACELINE_INSTANTIATE_MIXTURE(Ctx)                                                   \
+  template void route_rows<Ctx>(Ctx&, const MoeMlp&, const MoeMlpWeights&, const MlpPass&,  \
+                                const MoeScratch&);                                         \
+  template CombineExpertsParams run_experts<Ctx>(Ctx&, const MoeMlp&, const MoeMlpWeights&, \
+                                                 const MlpPass&, const MoeScratch&);        \
+  template std::optional<CombineExpertsParams> run_mlp<Ctx>(                                \
+      Ctx&, const MoeMlp&, const WeightsOf<MoeMlp>&, const MlpPass&)
+PACELINE_INSTANTIATE_MIXTURE(CpuContext);
 #ifdef PACELINE_CUDA
-template std::optional<CombineExpertsParams> run_mlp<CudaContext>(CudaContext&, const MoeMlp&,
-                                                                  const WeightsOf<MoeMlp>&,
-                                                                  const MlpPass&);
+PACELINE_INSTANTIATE_MIXTURE(CudaContext);
 #endif
+#undef PACELINE_INSTANTIATE_MIXTURE
 
 }  // namespace paceline

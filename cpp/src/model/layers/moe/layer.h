@@ -42,6 +42,16 @@ struct KindWidths<MoeMlp> {
   using Type = MoeWidths;
 };
 
+// The two halves of a mixture without a shared expert that has buffers of its own. The router and
+// the experts read activations.normed, which may change between them.
+template <class Ctx>
+void route_rows(Ctx& ctx, const MoeMlp& mlp, const MoeMlpWeights& weights, const MlpPass& pass,
+                const MoeScratch& scratch);
+template <class Ctx>
+[[nodiscard]] CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& mlp,
+                                               const MoeMlpWeights& weights, const MlpPass& pass,
+                                               const MoeScratch& scratch);
+
 // A mixture leaves its last op to the caller.
 template <class Ctx>
 [[nodiscard]] std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& mlp,

@@ -17,6 +17,7 @@ struct MoeMlpWeights {
   Linear router;                           // to the experts' logits
   const float* correction = nullptr;       // [num_experts], of router rules with scores; or null
   const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
+  const float* expert_scales = nullptr;    // [num_experts], or null
   ExpertLinears gate_up;  // gate rows, then up rows; or in turn (MoeMlp::is_interleaved)
   ExpertLinears down;
   // Absent without MoeMlp::shared. With MoeMlp::joins_shared they are matrix num_experts of gate_up
@@ -53,9 +54,13 @@ void visit_kind_weights(const MoeMlp& mlp, const WeightSizes& sizes, Weights& we
     visit.experts_of_tokens(weights.token_experts,
                             {name + "router.token_experts", sizes.vocab_size}, mlp.top_k,
                             mlp.num_experts);
-  } else if (mlp.router != RouterRule::kSoftmaxOfChosen) {
+  } else if (!has_softmax(mlp.router)) {
     visit.vector(weights.correction, VectorKind::kBias,
                  {{name + "router.correction", mlp.num_experts}});
+  }
+  if (mlp.has_expert_scales) {
+    visit.vector(weights.expert_scales, VectorKind::kScale,
+                 {{name + "router.expert_scales", mlp.num_experts}});
   }
   visit.experts(weights.gate_up, {.name = name + "experts.gate_up",
                                   .parts = gate_up,
