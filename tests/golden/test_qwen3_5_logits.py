@@ -253,6 +253,22 @@ def _plain_gated_norm(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 1 if name.endswith("linear_attn.norm.weight") else tensor
 
 
+def test_a_router_that_is_not_normalised_shows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
+
+    def forward(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = hidden.reshape(-1, router.hidden_dim) @ router.weight.T
+        top = logits.softmax(-1).topk(router.top_k)
+        return logits, top.values, top.indices
+
+    monkeypatch.setattr(Qwen3_5MoeTopKRouter, "forward", forward)
+    path, prompt = copy_checkpoint(make(FULL_ONLY[1]), tmp_path / "wrong"), prompt_of(MOE)
+    with pytest.raises(AssertionError, match="transformers has"):
+        assert_close(logits_of(path, prompt), reference_logits(path, prompt))
+
+
 WRONG_TENSORS = {
     "q then gate": (FULL_ONLY[0], _q_then_gate),
     "gate of the shared expert": (FULL_ONLY[1], _closed_shared_gate),

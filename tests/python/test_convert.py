@@ -34,6 +34,8 @@ SPECS = [
     TinySpec("gpt_oss", dtype="bfloat16"),
     TinySpec("glm4_moe_lite", dtype="bfloat16", shards=2),
     TinySpec("deepseek_v3", latent=tiny_models.TinyLatent(q_rank=None, groups=4, top_groups=2)),
+    TinySpec("qwen3_5", dtype="bfloat16", shards=2),
+    TinySpec("qwen3_next"),
     TinySpec("gpt_oss", quantization="mxfp4", dtype="bfloat16", shards=2),
     TinySpec("qwen3_moe", dtype="bfloat16", shards=2, num_layers=3, dense_layers=(1,)),
     TinySpec("gemma4", dtype="bfloat16", has_experts=True),

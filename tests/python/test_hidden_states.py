@@ -24,6 +24,7 @@ FAMILIES = {
     "gemma3": TinySpec("gemma3"),
     "gemma4": TinySpec("gemma4"),
     "glm4_moe_lite": TinySpec("glm4_moe_lite"),
+    "qwen3_5": TinySpec("qwen3_5"),
     "qwen3_moe": TinySpec("qwen3_moe"),
     "gemma4_experts": TinySpec("gemma4", has_experts=True),
 }

@@ -22,11 +22,11 @@ from paceline.loader.checkpoint import open_checkpoint
 from paceline.loader.convert import convert
 from paceline.loader.tokenizer import TokenizerInfo, compare_vocabularies
 from time_limits import HANG_LIMIT_S
-from tiny_configs import DEEPSEEK
+from tiny_configs import DEEPSEEK, QWEN3_5
 from tiny_models import TinySpec, edit_config, edit_tensors, make, read_json, write_json
 
 
-@pytest.mark.parametrize("family", (*tiny_models.FAMILIES, *DEEPSEEK))
+@pytest.mark.parametrize("family", (*tiny_models.FAMILIES, *DEEPSEEK, *QWEN3_5))
 def test_load_checkpoint(family: str) -> None:
     path = make(TinySpec(family, eos_token_id=0, max_position=640))
     loaded = loader.load_checkpoint(path, progress=False)

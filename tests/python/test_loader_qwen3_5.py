@@ -14,12 +14,12 @@ import pytest
 
 import qwen3_5_mtp
 from errors import raises
-from paceline import loader
+from paceline import LLM, SamplingParams, loader
 from paceline._core import ModelFileError
 from paceline.loader import convert, families, hf_config
 from paceline.loader.checkpoint import open_checkpoint
 from paceline.loader.drafter_checkpoint import open_drafter
-from paceline.loader.load import load_checkpoint
+from paceline.loader.load import load_checkpoint, load_pair
 from tiny_models import (
     FULL,
     LINEAR,
@@ -495,6 +495,41 @@ def test_every_tensor_of_the_layer_is_used(
     assert layer["attention"] == target.config["layers"][-1]["attention"]
     assert config["drafter"]["norm_output"]
     assert not config["drafter"]["owns_embedding"] and not config["drafter"]["owns_lm_head"]
+
+
+@pytest.mark.parametrize("family", QWEN3_5)
+def test_a_converted_folder_has_the_layer_as_its_drafter(family: str, tmp_path: Path) -> None:
+    from paceline import _core
+
+    path = qwen3_5_mtp.write(TinySpec(family, head_dim=32), tmp_path / "model")
+    folder = convert.convert(
+        path, tmp_path / "out", num_speculative_tokens=2, method="mtp", progress=False
+    )
+    read = _core.load_model_folder(str(folder))
+    target, draft = load_pair(path, path, method="mtp", progress=False)
+    assert read.draft is not None and draft is not None
+    assert bytes(read.target.arena()) == bytes(target.model.arena())
+    assert bytes(read.draft.arena()) == bytes(draft.model.arena())
+
+
+@pytest.mark.parametrize("family", QWEN3_5)
+def test_the_output_is_that_of_plain_decoding(family: str, tmp_path: Path) -> None:
+    path = qwen3_5_mtp.write(TinySpec(family, head_dim=32), tmp_path / "model")
+    prompts = [[5], [1, 2, 3], list(range(40)), list(range(30, 100))]
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
+
+    def outputs(config: dict[str, Any] | None) -> list[list[int]]:
+        engine: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 192}
+        with LLM(path, speculative_config=config, show_progress=False, **engine) as llm:
+            return [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+
+    plain = outputs(None)
+    for k in (1, 5):
+        assert outputs({"method": "mtp", "num_speculative_tokens": k}) == plain
+    raw = {"method": "mtp", "num_speculative_tokens": 3, "x": {"draft_feedback": "raw"}}
+    assert outputs(raw) == plain
+    assert outputs({"method": "ngram", "num_speculative_tokens": 3}) == plain
+    assert outputs({"model": str(path), "num_speculative_tokens": 3}) == plain
 
 
 def test_an_absent_layer(with_layer: Callable[..., Path]) -> None:

@@ -33,6 +33,8 @@ FAMILIES = {
     "gemma4_dense": TinySpec("gemma4", k_eq_v=True, shared_layers=0, per_layer_size=0),
     "gpt_oss": TinySpec("gpt_oss"),
     "glm4_moe_lite": TinySpec("glm4_moe_lite"),
+    "qwen3_5_moe": TinySpec("qwen3_5_moe"),
+    "qwen3_next": TinySpec("qwen3_next"),
     "qwen3_moe": TinySpec("qwen3_moe", num_layers=3, dense_layers=(1,)),
     "gemma4_experts": TinySpec("gemma4", has_experts=True),
 }

@@ -98,8 +98,9 @@ def test_as_a_new_llm(
         TinySpec("gpt_oss", tied=False),  # experts' matrices are transposed
         TinySpec("qwen3", quantization="fp8_block", tied=False, hidden_size=160),
         TinySpec("llama", quantization="fp8_tensor", tied=False),
+        TinySpec("qwen3_next", tied=False),  # weights are rows of tensors
     ],
-    ids=["mxfp4", "experts", "fp8_block", "fp8_tensor"],
+    ids=["mxfp4", "experts", "fp8_block", "fp8_tensor", "parts"],
 )
 def test_experts_and_formats(spec: TinySpec) -> None:
     path, later = make(spec), make(replace(spec, seed=1))
