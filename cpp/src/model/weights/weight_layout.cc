@@ -251,7 +251,11 @@ void Carver::table(const std::byte*& table, const WeightPart& part, int64_t cols
 
 void Carver::floats(const float*& matrix, const WeightPart& part, int64_t cols) {
   matrix = reinterpret_cast<const float*>(open());
-  add({.name = part.name, .shape = {part.rows, cols}, .rank = 2});
+  NamedWeight named = {.name = part.name};
+  if (part.num_experts > 0) named.shape[named.rank++] = part.num_experts;
+  named.shape[named.rank++] = part.rows;
+  named.shape[named.rank++] = cols;
+  add(std::move(named));
 }
 
 void Carver::tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional) {
