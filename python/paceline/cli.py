@@ -259,9 +259,9 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--method",
         metavar="NAME",
-        help="mtp: the drafter is the target's own MTP layer; dflash or dspark, without --draft: "
-        "the target's subfolder of that name, or the stages in its files; or the method of --draft "
-        "(default: none, or what --draft holds)",
+        help="mtp: the drafter is the target's own MTP layer; dflash, dflash2 or dspark, without "
+        "--draft: the target's subfolder of that name, or the stages in its files; or the method "
+        "of --draft (default: none, or what --draft holds)",
     )
     parser.add_argument(
         "--num-speculative-tokens",

@@ -35,23 +35,26 @@ class SpeculativeConfig(SpeculativeFields):
     """How tokens are drafted and accepted. Keys are vLLM's; Paceline's own are nested under "x".
 
     `method` and `model` may both be None where the model brings a drafter of its own: a folder of
-    `paceline convert`, one of the `speculators` package, or a target with a subfolder "dflash" or
-    "dspark". A configuration that sets nothing, such as `{"method": None}`, means plain decoding.
+    `paceline convert`, one of the `speculators` package, or a target with a subfolder "dflash",
+    "dflash2" or "dspark". A configuration that sets nothing, such as `{"method": None}`, means
+    plain decoding.
 
     Attributes:
-        method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dspark", "ngram"
-            or "custom". None: `LLM` reads it from the checkpoint in `model`.
+        method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dflash2",
+            "dspark", "ngram" or "custom". None: `LLM` reads it from the checkpoint in `model`.
         model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
             a string. None with "ngram" and "custom", which need no model, with "mtp", whose layer
-            is in the target's own files, and with "dflash" and "dspark", whose drafter is then the
-            target's subfolder of that name or, with "dspark", in the target's own files.
+            is in the target's own files, and with "dflash", "dflash2" and "dspark", whose drafter
+            is then the target's subfolder of that name or, with "dspark", in the target's own
+            files.
         drafter: "custom" only: a function of the token ids of prompt and output, a list, that
             returns at most k ids that may follow. The engine calls it on a thread of its own, one
             call at a time, and each request waits for it, so it is for research; see
             docs/structured-output.md. What it raises ends that request with an error.
         revision: Of a drafter on the hub: a branch, a tag or a commit. None = the default branch.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16. None, with a drafter
-            that the model brings, or with "dflash" and "dspark": as the drafter's folder says.
+            that the model brings, or with "dflash", "dflash2" and "dspark": as the drafter's folder
+            says.
         rejection_sample_method: "coupled" accepts a draft if it equals the token that the target
             samples; the output is bit for bit that of plain decoding. "standard" (rejection
             sampling) and "block" (block verification) follow the target's distribution, but the
@@ -77,7 +80,7 @@ class SpeculativeConfig(SpeculativeFields):
             drafter with a confidence head ends the drafts before the first one whose estimated
             probability of acceptance is below this, which may leave none. With "coupled" acceptance
             the output does not change. 0 = off; other values need a method other than "ngram" and
-            "custom" and, except with "dflash" and "dspark", the draft_driver "while".
+            "custom" and, except with block drafters, the draft_driver "while".
         draft_position: Under "x", "gemma4_mtp" only. The position of the queries of all drafts:
             "last", the last position with KV of the target (None means this), or "next", that of
             the newest token. Engines differ here. The keys are the same, so only acceptance can

@@ -15,12 +15,13 @@ METHODS: Final = (
     "mtp",
     "gemma4_mtp",
     "dflash",
+    "dflash2",
     "dspark",
     "ngram",
     "custom",
 )
 #: The methods whose drafter states how many tokens it drafts, and may be in the target's folder.
-BLOCK_METHODS: Final = ("dflash", "dspark")
+BLOCK_METHODS: Final = ("dflash", "dflash2", "dspark")
 #: The methods without a model.
 MODEL_FREE_METHODS: Final = ("ngram", "custom")
 LATER_METHODS: Final = ("suffix",)

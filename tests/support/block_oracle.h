@@ -114,7 +114,8 @@ inline RawModel block_oracle(const BlockOracle& o, const RawModel& target) {
                     1.0f);
       }
     }
-    const float constant = std::sqrt(static_cast<float>(shape.decoder.hidden) / 2);
+    const float eps = m.config.norm_eps;
+    const float constant = 1 / std::sqrt(2 / static_cast<float>(shape.decoder.hidden) + eps);
     // The logits of tokens that the target draws are 0, so that sums with scores round nothing.
     std::fill(m.at("lm_head.weight").values.begin(), m.at("lm_head.weight").values.end(), 0.0f);
     const std::vector<int64_t> drawn = selector_tokens();
@@ -126,7 +127,7 @@ inline RawModel block_oracle(const BlockOracle& o, const RawModel& target) {
     }
     m.at("selector.successors.weight") = target.at("lm_head.weight");
     for (float& value : m.at("selector.successors.weight").values) {
-      value *= std::sqrt(float{kSize});
+      value *= std::sqrt(float{kSize} / (1 + eps));  // as the target's norm leaves them
     }
     return m;
   }

@@ -42,7 +42,7 @@ class DrafterCheckpoint(OpenedModel):
     """A draft head whose files were checked against a target; only its token ids were read yet.
 
     Attributes:
-        kind: "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark".
+        kind: "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dflash2" or "dspark".
         draft_to_target: int32 [draft_vocab_size], the target's token id of each row of the lm_head;
             None: row i is token id i.
         token_ordering: int32 [draft_vocab_size], token ids cluster by cluster; None without
@@ -68,9 +68,9 @@ def detect_method(source: Source, method: str | None = None) -> str:
         method: The method that the user named, or None.
 
     Returns:
-        "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark". A target's MTP
-        layer drafts only where `method` says so. The block drafter in a target's own files does
-        unless `method` is "draft_model".
+        "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dflash2" or "dspark". A
+        target's MTP layer drafts only where `method` says so. The block drafter in a target's own
+        files does unless `method` is "draft_model".
 
     Raises:
         ModelNotFoundError: The folder or a file is missing.
