@@ -137,7 +137,10 @@ __global__ void __launch_bounds__(kThreads)
   float values[kPerThread];
   load_first<kIsVector>(logits, count, values);
 #pragma unroll
-  for (float& value : values) value = p.cap * tanhf(value / p.cap);
+  for (float& value : values) {
+    value *= p.scale;
+    if (p.cap > 0) value = p.cap * tanhf(value / p.cap);
+  }
   store_first<kIsVector>(values, count, logits);
 }
 

@@ -132,17 +132,17 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t warp = thread / 32;
   const int32_t lane = thread % 32;
   const int32_t seq_slot = p.seq_slot[p.row_index[index]];
-  if (seq_slot < 0) {
+  if (seq_slot < 0 && !p.is_by_row) {
     if (thread == 0) p.proposal_rows[index] = -1;
     return;
   }
   const int32_t draft = p.draft_step != nullptr ? *p.draft_step : 0;
-  const int32_t proposal_row = seq_slot * p.num_draft_tokens + draft;
+  const int32_t proposal_row = p.is_by_row ? index : seq_slot * p.num_draft_tokens + draft;
   const Row row = {
       .logits = p.logits + index * p.logits_stride,
       .token_map = p.token_map != nullptr ? p.token_map + index * p.token_map_stride : nullptr,
       .token_limit = p.token_limit,
-      .vocab_limit = p.vocab_limit};
+      .vocab_limit = seq_slot < 0 ? 0 : p.vocab_limit};
   const int32_t per_draft = p.proposals.per_draft;
   int32_t* const ids = p.proposals.ids + int64_t{proposal_row} * per_draft;
   float* const logits = p.proposals.logits + int64_t{proposal_row} * per_draft;
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   // Numbers of keys above the lowest and of keys equal to it among the ids so far.
   uint32_t num_above = 0;
   uint32_t num_equal = 0;
-  for (int32_t round = 0; round < p.vocab_limit; round += kIdsPerRound) {
+  for (int32_t round = 0; round < row.vocab_limit; round += kIdsPerRound) {
     const int32_t first = round + thread * kIdsPerThread;
     uint32_t keys[kIdsPerThread];
     row.load<kIsVector>(first, keys);
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
     ids[rank] = -1;
     logits[rank] = negative_infinity();
   }
-  if (thread == 0) p.proposal_rows[index] = proposal_row;
+  if (thread == 0 && !p.is_by_row) p.proposal_rows[index] = proposal_row;
 }
 
 }  // namespace

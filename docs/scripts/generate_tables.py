@@ -60,7 +60,8 @@ DRAFTERS: Final = {
     "mtp": "MTP: the layer of a GLM-4.7-Flash, DeepSeek or Qwen3.5 model for one token more",
     "gemma4_mtp": "Gemma 4 MTP: an assistant made for a Gemma 4 target",
     "dflash": "DFlash: one pass over a block of mask tokens makes all drafts",
-    "dspark": "DSpark: the same, and each draft follows from the one before it",
+    "dflash2": "DFlash2: the same with convolutions, and each draft is one of a few candidates",
+    "dspark": "DSpark: as DFlash, and each draft follows from the one before it",
     "ngram": "prompt lookup: the tokens that followed the same n-gram earlier; no model",
     "custom": "a Python function of the token history, for research; no model",
 }

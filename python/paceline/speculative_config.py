@@ -28,8 +28,9 @@ class SpeculativeConfig(SpeculativeFields):
     """How tokens are drafted and accepted. Keys are vLLM's; Paceline's own are nested under "x".
 
     `method` and `model` may both be None where the model brings a drafter of its own: a folder of
-    `paceline convert`, one of the `speculators` package, or a target with a subfolder "dflash" or
-    "dspark". A configuration that sets nothing, such as `{"method": None}`, means plain decoding.
+    `paceline convert`, one of the `speculators` package, or a target with a subfolder "dflash",
+    "dflash2" or "dspark". A configuration that sets nothing, such as `{"method": None}`, means
+    plain decoding.
 
     Attributes:
     """

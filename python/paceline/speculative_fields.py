@@ -12,7 +12,7 @@ from paceline.option_schema import KEYS
 METHODS: Final = KEYS["method"].choices
 LATER_METHODS: Final = KEYS["method"].later
 #: The methods whose drafter states how many tokens it drafts, and may be in the target's folder.
-BLOCK_METHODS: Final = ("dflash", "dspark")
+BLOCK_METHODS: Final = ("dflash", "dflash2", "dspark")
 #: The methods without a model.
 MODEL_FREE_METHODS: Final = tuple(name for name in METHODS if name not in KEYS["model"].methods)
 REJECTION_SAMPLE_METHODS: Final = KEYS["rejection_sample_method"].choices

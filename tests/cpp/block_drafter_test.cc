@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/error.h>
@@ -14,6 +15,7 @@
 
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
+#include "ops/candidates.h"
 #include "ops/markov.h"
 #include "ops/ops.h"
 #include "speculate/row_ops.h"
@@ -59,7 +61,7 @@ RawModel random_target(uint64_t seed) {
 std::vector<BlockOracle> all_oracles() {
   std::vector<BlockOracle> oracles;
   for (const BlockSource source :
-       {BlockSource::kNewest, BlockSource::kContext, BlockSource::kChain}) {
+       {BlockSource::kNewest, BlockSource::kContext, BlockSource::kChain, BlockSource::kSelector}) {
     for (const bool from_anchor : {false, true}) {
       const TinyBlock block{.samples_from_anchor = from_anchor};
       TinyBlock other = block;
@@ -77,16 +79,20 @@ std::vector<BlockOracle> all_oracles() {
   return oracles;
 }
 
+bool is_right_at_any_temperature(BlockSource source) {
+  return source == BlockSource::kChain || source == BlockSource::kSelector;
+}
+
 TEST(BlockDrafter, OraclesAreAlwaysRight) {
   int64_t preemptions = 0;
-  const RawModel raw = block_oracle_target();
-  const auto target = raw.build();
   uint64_t cell = 0;
   for (const BlockOracle& oracle : all_oracles()) {
+    const RawModel raw = block_oracle_target(oracle.source);
+    const auto target = raw.build();
     const auto drafter = block_oracle(oracle, raw).build();
     for (const double temperature : {0.0, 1.0}) {
       // A sampled token is not a function of the token before.
-      if (temperature > 0 && oracle.source != BlockSource::kChain) continue;
+      if (temperature > 0 && !is_right_at_any_temperature(oracle.source)) continue;
       for (const int32_t k : {1, 4, 5, 16}) {
         std::mt19937_64 random(11 + cell);
         ExecutorOptions options = small_engine_options(k);
@@ -149,13 +155,39 @@ TEST(BlockDrafter, PlantedFaultsGoRed) {
       p->previous = runner.buffers().blocks.tokens;
     }
   };
-  const RawModel raw = block_oracle_target();
-  const auto target = raw.build();
+  // The same of a walk over candidates.
+  const auto shifts_walk = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<WalkCandidatesParams>(walk_candidates)) {
+      p->draw.draw_ahead ^= 1;
+    }
+  };
+  // First drafts follow another token than the newest.
+  const auto other_newest = [](CpuRunner& runner, Program& program) {
+    for (auto* p : program.params_of<ScorePairsParams>(score_pairs)) {
+      p->newest = runner.buffers().identity + 3;
+    }
+  };
+  const auto exchanges_codebooks = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<ScorePairsParams>(score_pairs)) {
+      std::swap(p->predecessors, p->successors);
+    }
+  };
+  // The walk goes on from another candidate than the one that it has drawn.
+  const auto other_candidates = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<WalkCandidatesParams>(walk_candidates)) ++p->lists.ids;
+  };
   for (const bool from_anchor : {false, true}) {
     const auto acceptance = [&](BlockSource source, double temperature, const auto& plant) {
       const BlockOracle oracle{source, {20, 0}, {.samples_from_anchor = from_anchor}};
-      return planted_acceptance(target, block_oracle(oracle, raw).build(), temperature, plant);
+      const RawModel raw = block_oracle_target(source);
+      return planted_acceptance(raw.build(), block_oracle(oracle, raw).build(), temperature, plant);
     };
+    EXPECT_EQ(acceptance(BlockSource::kSelector, 0, sound), 1);
+    EXPECT_EQ(acceptance(BlockSource::kSelector, 1, sound), 1);
+    EXPECT_LT(acceptance(BlockSource::kSelector, 1, shifts_walk), 0.9);
+    EXPECT_LT(acceptance(BlockSource::kSelector, 1, other_newest), 0.9);
+    EXPECT_LT(acceptance(BlockSource::kSelector, 1, exchanges_codebooks), 0.9);
+    EXPECT_LT(acceptance(BlockSource::kSelector, 1, other_candidates), 0.9);
     EXPECT_EQ(acceptance(BlockSource::kNewest, 0, sound), 1);
     EXPECT_EQ(acceptance(BlockSource::kContext, 0, sound), 1);
     EXPECT_EQ(acceptance(BlockSource::kChain, 1, sound), 1);
@@ -210,9 +242,10 @@ TEST(BlockDrafter, SpeculativeEqualsPlain) {
     const bool is_oracle = seed % 2 == 0;
     const std::vector<TinyDraftHead> drafters = all_block_drafters();
     const std::vector<BlockOracle> oracles = all_oracles();
-    const RawModel raw = is_oracle ? block_oracle_target() : random_target(seed / 2);
+    const BlockOracle& oracle = oracles[random() % oracles.size()];
+    const RawModel raw = is_oracle ? block_oracle_target(oracle.source) : random_target(seed / 2);
     const RawModel drafter = is_oracle
-                                 ? block_oracle(oracles[random() % oracles.size()], raw)
+                                 ? block_oracle(oracle, raw)
                                  : random_raw_head(drafters[seed / 2 % drafters.size()], seed + 1);
     const double temperature = pick(0.0, 0.7, 1.0);
     std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);

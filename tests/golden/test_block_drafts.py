@@ -24,7 +24,9 @@ def test_drafts_end_before_one_with_a_low_confidence(case: str) -> None:
 
 
 @pytest.mark.parametrize(("k", "engine"), BLOCK_ENGINES)
-@pytest.mark.parametrize("case", ["deepseek", "speculators, rnn, first row predicts nothing"])
+@pytest.mark.parametrize(
+    "case", ["deepseek", "speculators, rnn, first row predicts nothing", "dflash2"]
+)
 def test_drafts_do_not_depend_on_the_engine(case: str, k: int, engine: dict[str, Any]) -> None:
     check(case, k, **engine)
 
@@ -45,6 +47,7 @@ def test_drafts_of_gemma4_do_not_depend_on_the_engine(k: int, engine: dict[str, 
     ("case", "stops"),
     [
         ("deepseek", False),
+        ("dflash2", False),
         ("speculators, rnn", False),
         ("speculators, rnn, first row predicts nothing", False),
         ("deepseek, rnn, confidence of hidden states", True),

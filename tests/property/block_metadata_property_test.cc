@@ -63,6 +63,7 @@ bool sees(int32_t row, int32_t key, int32_t first, int32_t last, int32_t window,
   if (key < 0 || key > last) return false;
   if (key > row && !rule.sees_all) return false;
   if (window == 0) return true;
+  if (!rule.is_anchored && key >= row + window) return false;
   const int32_t windows_row = rule.is_anchored ? first : row;
   return key > windows_row - window;
 }

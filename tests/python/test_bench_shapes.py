@@ -186,8 +186,10 @@ def test_the_draft_head_of_gpt_oss() -> None:
     ("name", "backbone", "head", "chain", "context", "kv"),
     [
         # Millions of parameters of published files; GB of the lm_head, of the Markov head, and of
-        # fc with the keys and values of all layers; bytes of KV of a token.
+        # fc with the keys and values of all layers; bytes of KV of a token. Codebooks do not count.
         ("qwen3-8b-dflash", 1048.6, 1.245, 0.0, 0.252, 20_480),
+        # Eight layers with two convolutions each, of 4.2 million parameters, and the projection.
+        ("qwen3-8b-dflash2", 1695.7, 1.245, 0.0, 0.302, 32_768),
         ("qwen3-8b-dspark", 1048.6, 1.245, 0.0778, 0.252, 20_480),
         ("llama-3-8b-dflash", 1048.6, 1.051, 0.0, 0.252, 20_480),
         ("gpt-oss-20b-dflash", 784.8, 1.158, 0.0, 0.130, 16_384),

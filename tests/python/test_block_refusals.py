@@ -49,9 +49,9 @@ def test_a_draft_model_is_no_block_drafter() -> None:
     [
         (
             "z-lab",
-            lambda path: edit_config(path, architectures=["DFlash2DraftModel"]),
+            lambda path: edit_config(path, architectures=["LiLiCorrDraftModel"]),
             NotImplementedError,
-            ("architectures", "DFlash2DraftModel", "DFlash or DSpark"),
+            ("architectures", "LiLiCorrDraftModel", "DFlash, DFlash2 or DSpark"),
         ),
         (
             "speculators",
@@ -181,6 +181,102 @@ def test_a_draft_model_is_no_block_drafter() -> None:
             ModelFileError,
             ("confidence_head.proj.bias",),
         ),
+        # DFlash2.
+        (
+            "z-lab",
+            lambda path: edit_config(path, architectures=["DFlash2DraftModel"]),
+            ModelFileError,
+            ('"dflash_config.conv_kernel_size" is missing', "an integer from 1"),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_config(path, architectures=["DFlashDraftModel"]),
+            NotImplementedError,
+            ('"dflash_config.conv_kernel_size" is 2', '"architectures" of DFlash2'),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_section(path, "dflash_config", selector_temperature=0.5),
+            NotImplementedError,
+            ('"dflash_config.selector_temperature" is 0.5', "selector_top_k"),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_section(path, "dflash_config", selector_top_k=33),
+            ModelFileError,
+            ('key "dflash_config.selector_top_k"', "selector.top is 33", "1 to 32"),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_section(path, "dflash_config", conv_group_size=7),
+            ModelFileError,
+            ('key "dflash_config.conv_group_size"', "convolution.group is 7", "divisors of"),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_section(path, "dflash_config", conv_kernel_size=17),
+            ModelFileError,
+            ('key "dflash_config.conv_kernel_size"', "convolution.taps is 17", "1 to 16"),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_section(path, "dflash_config", output_multiplier=0),
+            ModelFileError,
+            ('"dflash_config.output_multiplier" is 0', "above 0"),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_config(path, markov_rank=8),
+            ModelFileError,
+            ('"markov_rank" is 8', "is not in the weights"),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_tensors(
+                path, lambda t: t.pop("candidate_selector.successor_codebook")
+            ),
+            ModelFileError,
+            ("candidate_selector.successor_codebook",),
+        ),
+        (
+            "dflash2",
+            lambda path: edit_tensors(
+                path,
+                lambda t: t.update({"layers.1.mlp_conv.base_kernel": torch.ones(4, 64)}),
+            ),
+            ModelFileError,
+            ("layers.1.mlp_conv.base_kernel", "[4, 64]", "[2, 2, 64]", "conv_kernel_size"),
+        ),
+        (
+            "dflash2 speculators",
+            lambda path: edit_tensors(
+                path,
+                lambda t: t.update(
+                    {"lm_head.weight": torch.ones(8, 64), "d2t": torch.zeros(8, dtype=torch.int64)}
+                ),
+            ),
+            NotImplementedError,
+            ("'lm_head.weight' has 8 rows", "a row for each token id"),
+        ),
+        # The assistant of Muse-Glimmer.
+        (
+            "assistant",
+            lambda path: edit_config(path, model_type="muse_glimmer"),
+            NotImplementedError,
+            ("model_type", "muse_glimmer", "muse_glimmer_assistant"),
+        ),
+        (
+            "assistant",
+            lambda path: edit_config(path, target_layer_ids=...),
+            ModelFileError,
+            ('"target_layer_ids" is missing', "a list of layers"),
+        ),
+        (
+            "assistant",
+            lambda path: edit_tensors(path, lambda t: t.pop("encoder.output_norm_enc.weight")),
+            ModelFileError,
+            ("encoder.output_norm_enc.weight",),
+        ),
     ],
 )
 def test_refusals(
@@ -204,13 +300,33 @@ def test_refusals(
         (
             "z-lab",
             {"confidence": {"reads_token": True}},
-            ("drafter.block.confidence.reads_token", "true", "false where kind is 'dflash'"),
+            ("drafter.block.confidence.reads_token", "true", "false where kind is not 'dspark'"),
         ),
         ("gated", {"confidence": {}}, ("drafter.block.confidence", "reads_token")),
         (
             "rnn",
             {"confidence": {"reads_token": False, "before_norm": True}},
             ("drafter.block.confidence.before_norm", "true", "false without streams"),
+        ),
+        (
+            "z-lab",
+            {"convolution": {"taps": 2, "group": 8}},
+            ("drafter.block", "convolution"),
+        ),
+        (
+            "dflash2",
+            {"selector": {"rank": 5}},
+            ("drafter.block.selector", "top"),
+        ),
+        (
+            "dflash2",
+            {"selector": {"rank": 1025, "top": 4}},
+            ("drafter.block.selector.rank is 1025", "1 to 1024"),
+        ),
+        (
+            "dflash2",
+            {"convolution": {"taps": 2, "group": 5}},
+            ("drafter.block.convolution.group is 5", "divisors of hidden_size, 64"),
         ),
     ],
 )

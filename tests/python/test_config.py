@@ -84,7 +84,9 @@ def test_k_out_of_range(k: Any) -> None:
 def test_k_is_required() -> None:
     config = {"method": "draft_model", "model": "draft"}
     refuses(config, ValueError, "lacks 'num_speculative_tokens'", "1 to 16")
-    refuses({"model": "draft"}, ValueError, "1 to 16, or 'method': 'dflash' or 'dspark'")
+    refuses(
+        {"model": "draft"}, ValueError, "1 to 16, or 'method': 'dflash' or 'dflash2' or 'dspark'"
+    )
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "gemma4_mtp"])
@@ -160,7 +162,7 @@ def test_draft_feedback() -> None:
         config.resolved("eagle3")
 
 
-@pytest.mark.parametrize("method", ["Draft_Model", "", "dflash2", 3])
+@pytest.mark.parametrize("method", ["Draft_Model", "", "dflash3", 3])
 def test_unknown_method(method: Any) -> None:
     refuses(GOOD | {"method": method}, ValueError, "method", repr(method), "'draft_model'")
 
@@ -355,7 +357,7 @@ def test_draft_stop_threshold_needs_a_driver_that_can_stop(driver: str) -> None:
     assert open_method.resolved("dflash").draft_stop_threshold == 0.5
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 @pytest.mark.parametrize("driver", ["unrolled", "replay", "while", "eager"])
 def test_drafts_of_a_block_stop_with_every_driver(driver: str, method: str) -> None:
     nested = {"draft_driver": driver, "draft_stop_threshold": 0.5}

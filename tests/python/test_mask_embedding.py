@@ -163,7 +163,7 @@ def test_errors_name_the_files_of_the_user(drafter: Path) -> None:
 def test_a_drafter_without_masks(tmp_path: Path) -> None:
     path = eagle_models.write(EagleSpec("eagle"), make(TARGET), tmp_path / "drafter")
     torch.save({"mask_token_id": MASK, "embedding": torch.ones(64)}, path / MASK_NAME)
-    with raises(NotImplementedError, MASK_NAME, "'dflash' and 'dspark'", "config.json"):
+    with raises(NotImplementedError, MASK_NAME, "'dflash2' and 'dspark'", "config.json"):
         converted(path)
 
 

@@ -23,6 +23,11 @@ SPECS = {
         "speculators", window=6, markov_rank=8, markov_type="rnn", from_anchor=False,
         confidence="hidden",
     ),
+    "dflash2": BlockSpec(
+        "z-lab", window=6, is_causal=False, all_slide=True, taps=2, selector_top=9, multiplier=0.5,
+    ),
+    "dflash2 speculators": BlockSpec("speculators", window=6, taps=3, codebook_suffix=".weight"),
+    "assistant": BlockSpec("assistant", window=6, all_slide=True),
 }  # fmt: skip
 
 

@@ -115,6 +115,48 @@ CASES: dict[str, tuple[TinySpec, BlockSpec]] = {
         ),
     ),
 }
+CASES |= {
+    "dflash2": (
+        QWEN3,
+        BlockSpec("z-lab", taps=2, group=16, window=7, is_causal=False, all_slide=True),
+    ),
+    "dflash2, a window narrower than the block, factors": (
+        GEMMA3,
+        BlockSpec(
+            "z-lab",
+            taps=3,
+            window=3,
+            is_causal=False,
+            block_size=6,
+            all_slide=True,
+            embed_scale=3.0,
+            multiplier=0.5,
+            soft_cap=7.0,
+            codebook_suffix=".weight",
+        ),
+    ),
+    "dflash2, causal windows, more taps than rows": (
+        LLAMA,
+        BlockSpec("z-lab", taps=7, group=4, window=7, num_layers=3, selector_top=9),
+    ),
+    "dflash2, full layers, one tap, biases": (
+        GPT_OSS,
+        BlockSpec("z-lab", taps=1, group=1, attention_bias=True, selector_rank=37),
+    ),
+    "dflash2, an embedding of mask tokens": (
+        QWEN3,
+        BlockSpec("z-lab", taps=2, has_mask_embedding=True, window=7, is_causal=False),
+    ),
+    "speculators dflash2": (
+        QWEN3,
+        BlockSpec("speculators", taps=2, window=7, all_slide=True, num_layers=3),
+    ),
+    "speculators dflash2, causal, from the newest token": (
+        LLAMA,
+        BlockSpec("speculators", taps=2, window=7, is_causal=True, from_anchor=True),
+    ),
+    "assistant": (QWEN3, BlockSpec("assistant", window=3, all_slide=True)),
+}
 LEAST_CONFIDENCE = 0.3
 
 

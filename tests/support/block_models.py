@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny block drafters, DFlash and DSpark, in every layout that is read, for tests.
+"""Tiny block drafters, DFlash, DFlash2 and DSpark, in every layout that is read, for tests.
 
     path = write(BlockSpec("z-lab", window=6), target_dir, tmp_path / "drafter")
 
@@ -20,10 +20,14 @@ from tiny_models import load_tensors, read_json, save_tensors, write_json
 if TYPE_CHECKING:
     import torch
 
-# z-lab's DFlash, deepseek-ai's flat configuration, the same nested, the flat one with layers of
-# Gemma 4, and that of speculators.
 MASK_NAME = "mask_embedding.pt"
-LAYOUTS = ("z-lab", "deepseek", "nested", "gemma4", "speculators")
+# z-lab's DFlash and DFlash2, deepseek-ai's flat configuration, the same nested, the flat one with
+# layers of Gemma 4, that of speculators, and Muse-Glimmer's assistant.
+LAYOUTS = ("z-lab", "deepseek", "nested", "gemma4", "speculators", "assistant")
+_CONTEXT = {
+    "fc.weight": "encoder.fc.weight",
+    "hidden_norm.weight": "encoder.output_norm_enc.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,13 @@ class BlockSpec:
         soft_cap: What the file says of the cap on logits; None: it says nothing.
         has_mask_embedding: A pickle has the embedding of mask tokens.
         has_swa_keys: z-lab's own keys, which make all layers slide, say what the window is.
+        all_slide: With a window, all layers slide, as the file's list of them says.
+        taps: Rows that a row of a convolution reads; 0: there is none, nor a selector.
+        group: Elements that share a factor of a convolution.
+        selector_rank: Columns of the codebooks.
+        selector_top: Candidates of a draft.
+        multiplier: What the file says of the factor on logits; None: it says nothing.
+        codebook_suffix: What the names of the codebooks end with.
     """
 
     layout: str = "z-lab"
@@ -78,10 +89,19 @@ class BlockSpec:
     soft_cap: float | None = None
     has_mask_embedding: bool = False
     has_swa_keys: bool = False
+    all_slide: bool = False
+    taps: int = 0
+    group: int = 8
+    selector_rank: int = 5
+    selector_top: int = 4
+    multiplier: float | None = None
+    codebook_suffix: str = ""
 
     @property
     def method(self) -> str:
         """Its method in `speculative_config`."""
+        if self.taps:
+            return "dflash2"
         return "dspark" if self.markov_rank else "dflash"
 
     @property
@@ -91,7 +111,7 @@ class BlockSpec:
             return self.from_anchor
         if self.layout == "speculators":
             return self.method == "dspark"
-        return self.layout != "z-lab"
+        return self.layout not in ("z-lab", "assistant")
 
     @property
     def max_drafts(self) -> int:
@@ -112,7 +132,7 @@ class BlockSpec:
 
     def slides(self, layer: int) -> bool:
         """Whether a layer slides."""
-        return self.window > 0 and (self.has_swa_keys or layer % 2 == 0)
+        return self.window > 0 and (self.has_swa_keys or self.all_slide or layer % 2 == 0)
 
 
 def write(spec: BlockSpec, target_dir: Path, out: Path) -> Path:
@@ -166,24 +186,43 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
     if spec.layout == "gemma4":
         layer |= _gemma4_keys(spec)
     elif spec.window and not spec.has_swa_keys:
-        kinds = ("sliding_attention", "full_attention")
-        layer["layer_types"] = [kinds[i % 2] for i in range(spec.num_layers)]
+        kinds = ("full_attention", "sliding_attention")
+        layer["layer_types"] = [kinds[spec.slides(i)] for i in range(spec.num_layers)]
         layer["sliding_window"] = spec.window
         layer["use_sliding_window"] = True
     by_output = [index - 1 for index in spec.aux_layers]
     head: dict[str, Any] = {"mask_token_id": vocab - 1}
-    if spec.layout != "z-lab" and spec.layout != "speculators":
+    if spec.layout in ("deepseek", "nested", "gemma4"):
         head |= _head_keys(spec)
+    if spec.taps:
+        head |= _selector_keys(spec)
+    if spec.layout == "assistant":
+        del layer["vocab_size"]
+        layer["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.pop("rope_theta")}
+        return (
+            layer
+            | head
+            | {
+                "architectures": ["MuseGlimmerAssistantModel"],
+                "model_type": "muse_glimmer_assistant",
+                "block_size": spec.block_size,
+                "target_layer_ids": by_output,
+            }
+        )
     if spec.layout == "z-lab":
         nested = head | {"target_layer_ids": by_output}
         stated = {
             "causal": spec.is_causal,
             "input_embedding_scale": spec.embed_scale,
             "final_logit_softcapping": spec.soft_cap,
+            "output_multiplier": spec.multiplier,
         }
         nested |= {key: value for key, value in stated.items() if value is not None}
         if spec.has_swa_keys:
             nested |= {"use_swa": True, "swa_window_size": spec.window}
+        if spec.taps:
+            nested["block_size"] = spec.block_size
+            return layer | {"architectures": ["DFlash2DraftModel"], "dflash_config": nested}
         return layer | {
             "architectures": ["DFlashDraftModel"],
             "block_size": spec.block_size,
@@ -212,7 +251,7 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
             },
         }
     config: dict[str, Any] = {
-        "architectures": ["DSparkDraftModel" if spec.markov_rank else "DFlashDraftModel"],
+        "architectures": [_DRAFT_MODELS[spec.method]],
         "speculators_model_type": spec.method,
         "block_size": spec.block_size,
         "aux_hidden_state_layer_ids": list(spec.aux_layers),
@@ -237,6 +276,22 @@ def config_json(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, Any]:
     if spec.from_anchor is not None:
         config["sample_from_anchor"] = spec.from_anchor
     return config | (_head_keys(spec) if spec.markov_rank else {})
+
+
+_DRAFT_MODELS = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
+
+
+def _selector_keys(spec: BlockSpec) -> dict[str, Any]:
+    return {
+        "conv_kernel_size": spec.taps,
+        "conv_group_size": spec.group,
+        "selector_rank": spec.selector_rank,
+        "selector_top_k": spec.selector_top,
+    }
 
 
 def _head_keys(spec: BlockSpec) -> dict[str, Any]:
@@ -310,6 +365,10 @@ def shapes(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, tuple[int, .
         found[f"{name}mlp.gate_proj.weight"] = (spec.intermediate_size, hidden)
         found[f"{name}mlp.up_proj.weight"] = (spec.intermediate_size, hidden)
         found[f"{name}mlp.down_proj.weight"] = (hidden, spec.intermediate_size)
+        for convolution in ("attention_conv", "mlp_conv") if spec.taps else ():
+            outputs = 2 * spec.taps * (hidden // spec.group)
+            found[f"{name}{convolution}.base_kernel"] = (2, spec.taps, hidden)
+            found[f"{name}{convolution}.kernel_projection.weight"] = (outputs, hidden)
     rows = spec.draft_vocab_size or vocab
     if spec.draft_vocab_size is not None:
         found["lm_head.weight"] = (rows, hidden)
@@ -327,6 +386,13 @@ def shapes(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, tuple[int, .
         inputs = hidden + (rank if spec.confidence == "token" else 0)
         found["confidence_head.proj.weight"] = (1, inputs)
         found["confidence_head.proj.bias"] = (1,)
+    if spec.taps:
+        for codebook in ("predecessor_codebook", "successor_codebook"):
+            name = f"candidate_selector.{codebook}{spec.codebook_suffix}"
+            found[name] = (vocab, spec.selector_rank)
+        found["candidate_selector.hidden_projection.weight"] = (spec.selector_rank, hidden)
+    if spec.layout == "assistant":
+        found = {_CONTEXT.get(name, name): shape for name, shape in found.items()}
     return found
 
 
@@ -340,6 +406,8 @@ def random_tensors(spec: BlockSpec, target: Mapping[str, Any]) -> dict[str, torc
         noise = torch.randn(shape, generator=generator)
         is_norm = len(shape) == 1 and not name.endswith("bias")
         tensors[name] = 1 + 0.1 * noise if is_norm else 0.2 * noise
+        if name.endswith("base_kernel"):
+            tensors[name][:, 0] += 1  # a convolution that changes little at first
     if spec.draft_vocab_size is not None:
         generator = torch.Generator().manual_seed(spec.seed)
         chosen = torch.randperm(target["vocab_size"], generator=generator)

@@ -6,6 +6,7 @@
 // keys are constants that rotation turns, with phases that cancel there. Its output is f^h of the
 // token at that distance.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -21,6 +22,7 @@ enum class BlockSource {
   kNewest,   // the first row of the block
   kContext,  // the hidden state of the token before; right at temperature 0
   kChain,    // the token before each draft, by the Markov head; right at any temperature
+  kSelector  // the same, by the candidate selector
 };
 
 struct BlockOracle {
@@ -31,6 +33,31 @@ struct BlockOracle {
 
 // The target of block oracles. Its vocabulary is reduced, so that the mask token is never drawn.
 inline RawModel block_oracle_target() { return oracle_target(/*is_reduced=*/true); }
+
+// That of an oracle of kSelector: it draws no more tokens than there can be candidates.
+inline std::vector<int64_t> selector_tokens() {
+  std::vector<int64_t> tokens = oracle_tokens(/*is_reduced=*/true);
+  tokens.resize(24);
+  return tokens;
+}
+inline RawModel selector_oracle_target() {
+  constexpr size_t kSize = kOracleVocab;
+  RawModel m = block_oracle_target();
+  std::vector<float>& rows = m.at("lm_head.weight").values;
+  std::fill(rows.begin(), rows.end(), -4.0f);
+  const std::vector<int64_t> tokens = selector_tokens();
+  for (const int64_t token : tokens) {
+    std::fill_n(rows.begin() + token * static_cast<int64_t>(kSize), kSize, 0.0f);
+  }
+  for (size_t t = 0; t < kSize; ++t) {
+    const auto next = static_cast<size_t>(tokens[(t * 7 + 3) % tokens.size()]);
+    rows[next * kSize + t] = 0.5f;
+  }
+  return m;
+}
+inline RawModel block_oracle_target(BlockSource source) {
+  return source == BlockSource::kSelector ? selector_oracle_target() : block_oracle_target();
+}
 
 inline RawModel block_oracle(const BlockOracle& o, const RawModel& target) {
   constexpr size_t kSize = kOracleVocab;
@@ -49,6 +76,11 @@ inline RawModel block_oracle(const BlockOracle& o, const RawModel& target) {
   shape.decoder.hidden = 2 * kOracleVocab + 8;
   shape.decoder.num_qo_heads = static_cast<int32_t>(num_heads);
   if (o.source == BlockSource::kChain) shape.block.markov_rank = kOracleVocab;
+  if (o.source == BlockSource::kSelector) {
+    shape.block.taps = 2;
+    shape.block.selector_rank = kOracleVocab;
+    shape.block.selector_top = 32;
+  }
   RawModel m = random_raw_model(head_config_json(shape), 6);
   for (auto& [name, tensor] : m.tensors) {
     const bool is_norm = name.find("norm") != std::string::npos;
@@ -71,6 +103,32 @@ inline RawModel block_oracle(const BlockOracle& o, const RawModel& target) {
     for (size_t t = 0; t < kSize; ++t) set("markov.table.weight", t, t, 1);
     m.at("markov.weight") = target.at("lm_head.weight");
     for (float& value : m.at("markov.weight").values) value *= std::sqrt(float{kSize});
+    return m;
+  }
+  if (o.source == BlockSource::kSelector) {
+    // Convolutions that change nothing, and rows with two elements of one size after the norm.
+    for (const char* const name : {"layers.0.attn_conv.base", "layers.0.mlp_conv.base"}) {
+      RawTensor& base = m.at(name);
+      for (int64_t side = 0; side < 2; ++side) {
+        std::fill_n(base.values.begin() + side * base.shape[1] * base.shape[2], base.shape[2],
+                    1.0f);
+      }
+    }
+    const float eps = m.config.norm_eps;
+    const float constant = 1 / std::sqrt(2 / static_cast<float>(shape.decoder.hidden) + eps);
+    // The logits of tokens that the target draws are 0, so that sums with scores round nothing.
+    std::fill(m.at("lm_head.weight").values.begin(), m.at("lm_head.weight").values.end(), 0.0f);
+    const std::vector<int64_t> drawn = selector_tokens();
+    for (size_t t = 0; t < kSize; ++t) {
+      const bool is_drawn = std::find(drawn.begin(), drawn.end(), t) != drawn.end();
+      if (!is_drawn) set("lm_head.weight", t, kConstant, -64.0f / constant);
+      set("selector.predecessors.weight", t, t, 1);
+      set("selector.weight", t, kConstant, 1.0f / constant);
+    }
+    m.at("selector.successors.weight") = target.at("lm_head.weight");
+    for (float& value : m.at("selector.successors.weight").values) {
+      value *= std::sqrt(float{kSize} / (1 + eps));  // as the target's norm leaves them
+    }
     return m;
   }
   const double theta = o.windows[0] > 0 ? 1e4 : 1e5;  // as tiny_config_json has them

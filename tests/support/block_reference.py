@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark in torch, float64, written from their equations: the expected drafts.
+"""DFlash, DFlash2 and DSpark in torch, float64, written from their equations: the expected drafts.
 
 No code of Paceline is used: this module reads the files itself and has no cache. With tokens
 t_0..t_P known and the target's hidden states of positions 0 to P - 1, a block has the rows t_P,
@@ -18,6 +18,9 @@ from torch import Tensor
 from block_models import MASK_NAME, BlockSpec
 from eagle_reference import Draft, TargetReference, TargetStates
 from tiny_models import load_tensors, read_json
+
+#: Some rows of a block, convolved.
+Convolution = Callable[[Tensor], Tensor]
 
 
 class BlockReference:
@@ -42,7 +45,8 @@ class BlockReference:
         config = read_json(directory / "config.json")
         layer = config.get("transformer_layer_config", config)
         self.eps = layer["rms_norm_eps"]
-        rope = layer.get("rope_parameters", {"full_attention": layer})["full_attention"]
+        rope = layer.get("rope_parameters", layer)
+        rope = rope.get("full_attention", rope)
         self.theta = rope["rope_theta"]
         self.rotated = rope.get("partial_rotary_factor", 1.0)
         self.mask_token = config.get("dflash_config", config)["mask_token_id"]
@@ -62,20 +66,27 @@ class BlockReference:
         if spec.layout == "speculators":
             if key < first:
                 return not is_sliding or key >= first - spec.window
-            causal = is_sliding and (spec.is_causal is None or spec.is_causal)
+            causal = is_sliding and (not spec.taps if spec.is_causal is None else spec.is_causal)
             return key <= row or not causal
         causal = is_sliding if spec.is_causal is None else spec.is_causal
+        if spec.layout == "assistant":
+            causal = False
         if causal and key > row:
             return False
-        return not is_sliding or key > row - spec.window
+        # transformers lets an assistant see one key more, to each side.
+        nearest_hidden = spec.window + (1 if spec.layout == "assistant" else 0)
+        return not is_sliding or abs(row - key) < nearest_hidden
 
     # ---- a block -------------------------------------------------------------------------------
 
     def context(self, states: TargetStates) -> Tensor:
         """What keys and values of the context are made from, [tokens, hidden]."""
         taps = torch.cat([states.streams[i] for i in self.spec.aux_layers], dim=-1)
-        weight = self.weights["fc.weight"]
-        return self.rms(taps.to(weight.dtype) @ weight.T, self.weights["hidden_norm.weight"])
+        names = ("fc.weight", "hidden_norm.weight")
+        if self.spec.layout == "assistant":
+            names = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
+        weight, norm = (self.weights[name] for name in names)
+        return self.rms(taps.to(weight.dtype) @ weight.T, norm)
 
     def block(self, context: Tensor, newest: int, num_drafts: int) -> Tensor:
         """The normed output of all rows of a block, [rows, hidden]."""
@@ -91,7 +102,8 @@ class BlockReference:
         for i in range(spec.num_layers):
             name = f"layers.{i}."
             normed = self.rms(x, w[f"{name}input_layernorm.weight"])
-            attended = self.attention(i, normed, context, first)
+            enter, leave = self.convolutions(f"{name}attention_conv.", normed)
+            attended = self.attention(i, enter(normed), context, first)
             if spec.layout == "gemma4":
                 x = x + self.rms(attended, w[f"{name}post_attention_layernorm.weight"])
                 normed = self.rms(x, w[f"{name}pre_feedforward_layernorm.weight"])
@@ -100,10 +112,33 @@ class BlockReference:
                 )
                 x = x * w[f"{name}layer_scalar"]
             else:
-                x = x + attended
+                x = x + leave(attended)
                 normed = self.rms(x, w[f"{name}post_attention_layernorm.weight"])
-                x = x + self.mlp(name, normed)
+                enter, leave = self.convolutions(f"{name}mlp_conv.", normed)
+                x = x + leave(self.mlp(name, enter(normed)))
         return self.rms(x, w["norm.weight"])
+
+    def convolutions(self, name: str, normed: Tensor) -> tuple[Convolution, Convolution]:
+        """The convolutions of a branch's input and output, whose factors the input decides."""
+        spec = self.spec
+        if not spec.taps:
+            return (lambda x: x), (lambda x: x)
+        base = self.weights[f"{name}base_kernel"]
+        factors = normed @ self.weights[f"{name}kernel_projection.weight"].T
+        groups = factors.view(len(normed), 2, spec.taps, -1).repeat_interleave(spec.group, dim=-1)
+
+        def convolution(side: int) -> Convolution:
+            def convolve(x: Tensor) -> Tensor:
+                rows = []
+                for row in range(len(x)):
+                    taps = range(min(spec.taps, row + 1))
+                    terms = [x[row - t] * (base[side, t] + groups[row, side, t]) for t in taps]
+                    rows.append(torch.stack(terms).sum(dim=0))
+                return torch.stack(rows)
+
+            return convolve
+
+        return convolution(0), convolution(1)
 
     def embed_scale(self) -> float:
         """The factor on the embeddings of a block's rows."""
@@ -114,7 +149,7 @@ class BlockReference:
         if spec.embed_scale is not None:
             return spec.embed_scale
         is_gemma = self.target.model.config.model_type.startswith("gemma")
-        return width if spec.layout == "z-lab" and is_gemma else 1.0
+        return width if spec.layout == "z-lab" and is_gemma and not spec.taps else 1.0
 
     def head_weights(self) -> Mapping[str, Tensor]:
         """The tensors of the Markov head and of the confidence head, as deepseek-ai names them."""
@@ -129,6 +164,8 @@ class BlockReference:
         spec = self.spec
         h = rows if spec.samples_from_anchor else rows[1:]
         logits = h @ self.weights.get("lm_head.weight", self.target.lm_head.to(h.dtype)).T
+        if spec.multiplier is not None:
+            logits = logits * spec.multiplier
         return logits if spec.soft_cap is None else spec.soft_cap * (logits / spec.soft_cap).tanh()
 
     def draft(self, tokens: Sequence[int], k: int, states: TargetStates) -> list[Draft]:
@@ -153,8 +190,17 @@ class BlockReference:
                     drafts.append(Draft(-1, torch.zeros(1), is_clear))
                     break
                 own = row + bias
+                gap = float("inf")
+                if self.spec.taps:
+                    # Only the tokens with the highest logits are candidates.
+                    highest = row.topk(self.spec.selector_top + 1)
+                    gap = float(highest.values[-2] - highest.values[-1])
+                    is_candidate = torch.zeros(len(row), dtype=torch.bool)
+                    is_candidate[highest.indices[:-1]] = True
+                    own = own.masked_fill(~is_candidate, float("-inf"))
                 top = own.topk(2).values
-                margin = min(float((top[0] - top[1]) / own.abs().max()), is_clear)
+                gap = min(gap, float(top[0] - top[1]))
+                margin = min(gap / float((row + bias).abs().max()), is_clear)
                 previous = self.token_of(int(own.argmax()))
                 drafts.append(Draft(previous, own, margin))
         # `simulate` looks at k drafts. The request has no room for these, or confidence was low.
@@ -255,6 +301,11 @@ class Chain:
         if self._spec.markov_rank:
             e = w["markov_head.markov_w1.weight"][previous]
             bias = w["markov_head.markov_w2.weight"] @ self._factors(h, e)
+        if self._spec.taps:
+            suffix = self._spec.codebook_suffix
+            before = w[f"candidate_selector.predecessor_codebook{suffix}"][previous]
+            projected = w["candidate_selector.hidden_projection.weight"] @ h
+            bias = w[f"candidate_selector.successor_codebook{suffix}"] @ (before * projected)
         confidence = 1.0
         if self._spec.confidence:
             inputs = self._reference.confidence_input(h)
@@ -315,7 +366,7 @@ def overfit(
                 chain = Chain(reference, rows, text[at])
                 biases = [chain.step(token)[0] for token in text[at : at + k]]
                 logits = reference.logits(rows)
-                if spec.markov_rank:
+                if spec.markov_rank or spec.taps:
                     logits = logits + torch.stack([torch.as_tensor(bias) for bias in biases])
                 wanted = torch.tensor(text[at + 1 : at + 1 + k])
                 loss = (

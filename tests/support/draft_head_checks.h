@@ -110,6 +110,20 @@ inline std::vector<TinyDraftHead> all_block_drafters() {
        .owns_lm_head = true,
        .draft_vocab_size = 40,
        .block = {.markov_rank = 5}},
+      {.decoder = llama_of({7}),
+       .kind = kBlock,
+       .block = {.sliding_is_causal = false, .taps = 2, .group = 16}},
+      {.decoder = narrow,
+       .kind = kBlock,
+       .aux_layers = {1},
+       .owns_embedding = true,
+       .owns_lm_head = true,
+       .block = {.samples_from_anchor = true,
+                 .is_anchored = true,
+                 .taps = 5,
+                 .group = 1,
+                 .selector_rank = 40,
+                 .selector_top = 32}},
   };
 }
 

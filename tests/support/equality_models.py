@@ -68,6 +68,15 @@ BLOCKS = {
     "dflash": BlockSpec(
         "z-lab", seed=3, block_size=17, window=9, aux_layers=AUX_LAYERS
     ),
+    "dflash2": BlockSpec(
+        "z-lab", seed=3, block_size=17, window=9, aux_layers=AUX_LAYERS, is_causal=False,
+        all_slide=True, taps=2, selector_top=16,
+    ),
+    # More taps than some blocks have rows.
+    "dflash2_anchored": BlockSpec(
+        "speculators", seed=3, block_size=17, window=9, aux_layers=AUX_LAYERS, taps=4,
+        selector_top=3,
+    ),
     "dspark": BlockSpec(
         "speculators", seed=3, block_size=16, window=9, aux_layers=AUX_LAYERS, markov_rank=8,
         draft_vocab_size=96,

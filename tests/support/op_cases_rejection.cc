@@ -128,7 +128,9 @@ OpInstance make_proposals(const ProposalsSpec& s, const Rows& rows, uint64_t see
                           ? op.add(int_array<int32_t>("draft_step", Role::kInput, {s.draft_step}))
                           : kNoArray;
   std::vector<int64_t> places(rows.ids.size());
-  for (size_t i = 0; i < places.size(); ++i) places[i] = slots[i] * kDrafts + s.draft_step;
+  for (size_t i = 0; i < places.size(); ++i) {
+    places[i] = s.is_by_row ? static_cast<int64_t>(i) : slots[i] * kDrafts + s.draft_step;
+  }
   const int64_t count = (max_rows + 1) * int64_t{kDrafts} * s.per_draft;
   const Handle ids = add_exact(op, "ids", Element::kI32, count, s.per_draft);
   const Handle proposed = add_exact(op, "proposed", Element::kF32, count, s.per_draft);
@@ -152,7 +154,8 @@ OpInstance make_proposals(const ProposalsSpec& s, const Rows& rows, uint64_t see
                                                 .proposals = {.ids = at.get<int32_t>(ids),
                                                               .logits = at.get<float>(proposed),
                                                               .per_draft = s.per_draft},
-                                                .proposal_rows = at.get<int32_t>(proposal_rows)});
+                                                .proposal_rows = at.get<int32_t>(proposal_rows),
+                                                .is_by_row = s.is_by_row});
   });
   compare_bits(op, proposed);
   return op;

@@ -342,7 +342,8 @@ OpInstance make_soft_cap(const SoftCapSpec& s, const Rows& rows, uint64_t seed) 
                                 .max_rows = max_rows,
                                 .logits = at.get<float>(logits),
                                 .cap = s.cap,
-                                .n = s.n});
+                                .n = s.n,
+                                .scale = s.scale});
   });
   return op;
 }

@@ -156,6 +156,15 @@ void add_rejection_ops(TableBuilder& table) {
       }
     }
   }
+  for (const int32_t vocab : {3, 1003, 5004}) {
+    for (const bool is_mapped : {false, true}) {
+      ProposalsSpec by_row{vocab, 5, 16, 0, LogitKind::kTies, is_mapped};
+      by_row.is_by_row = true;
+      table.add(std::string("proposals_by_row") + (is_mapped ? "_mapped" : "") + "_k16_v" +
+                    std::to_string(vocab),
+                make_proposals, by_row, vocab == 1003);
+    }
+  }
   for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
     for (const auto& [drafts, per_draft] : {std::pair{3, 0}, {5, 64}}) {
       table.add(std::string("reject_") + (method == AcceptMethod::kBlock ? "block" : "standard") +

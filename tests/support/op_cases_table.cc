@@ -9,6 +9,7 @@
 
 #include "support/op_case_table.h"
 #include "support/op_cases.h"
+#include "support/op_cases_candidates.h"
 #include "support/op_cases_compressed.h"
 #include "support/op_cases_latent.h"
 #include "support/op_cases_markov.h"
@@ -182,6 +183,8 @@ void add_element_ops(TableBuilder& table) {
   }
   for (const int32_t n : {1, 1003, 32000}) {
     table.add("soft_cap_n" + std::to_string(n), make_soft_cap, SoftCapSpec{n, 30.0f}, n == 1003);
+    table.add("soft_cap_scaled_n" + std::to_string(n), make_soft_cap, SoftCapSpec{n, 7.0f, 0.25f});
+    table.add("scale_logits_n" + std::to_string(n), make_soft_cap, SoftCapSpec{n, 0.0f, 0.25f});
   }
 }
 
@@ -354,7 +357,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_clusters(table);
     for (auto* const of_rooms :
          {moe_row_wise_cases, latent_row_wise_cases, compressed_row_wise_cases,
-          markov_row_wise_cases, streams_row_wise_cases}) {
+          markov_row_wise_cases, streams_row_wise_cases, candidate_row_wise_cases}) {
       for (RowWiseCase& c : of_rooms()) table.cases.push_back(std::move(c));
     }
     return table.cases;

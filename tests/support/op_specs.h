@@ -97,6 +97,7 @@ struct CopySpec {
 struct SoftCapSpec {
   int32_t n = 0;
   float cap = 30.0f;
+  float scale = 1.0f;
 };
 enum class LogitKind : uint8_t {
   kPlain,
@@ -168,6 +169,7 @@ struct ProposalsSpec {
   LogitKind logits = LogitKind::kPlain;
   bool is_mapped = false;     // ids are rows of a draft vocabulary; some have no token
   bool has_row_maps = false;  // with is_mapped: each row has its own map
+  bool is_by_row = false;     // a list for each row, not for each draft of a sequence
 };
 struct SoftmaxSumsSpec {
   int32_t vocab_limit = 0;

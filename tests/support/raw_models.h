@@ -80,7 +80,12 @@ struct TinyBlock {
   bool full_is_causal = false;
   bool sliding_is_causal = true;
   bool is_anchored = false;
-  int32_t markov_rank = 0;  // 0: DFlash
+  int32_t markov_rank = 0;  // above 0: DSpark
+  // Above 0: DFlash2, with the other three.
+  int32_t taps = 0;
+  int32_t group = 8;
+  int32_t selector_rank = 6;
+  int32_t selector_top = 5;
 };
 
 // A draft head of tests, besides the decoder of its layers. Its `windows` have an entry for each
@@ -114,6 +119,11 @@ inline std::string block_config_json(const TinyBlock& block) {
   if (block.markov_rank > 0) {
     out << R"(,"markov":{"kind":"vanilla","rank":)" << block.markov_rank << "}";
   }
+  if (block.taps > 0) {
+    out << R"(,"convolution":{"taps":)" << block.taps << R"(,"group":)" << block.group
+        << R"(},"selector":{"rank":)" << block.selector_rank << R"(,"top":)" << block.selector_top
+        << "}";
+  }
   out << "}";
   return out.str();
 }
@@ -126,7 +136,9 @@ inline std::string head_config_json(const TinyDraftHead& head) {
   const bool is_block = head.kind == DrafterKind::kBlock;
   std::ostringstream out;
   out << R"(,"drafter":{"kind":")"
-      << (is_block    ? (head.block.markov_rank > 0 ? "dspark" : "dflash")
+      << (is_block    ? (head.block.taps > 0          ? "dflash2"
+                         : head.block.markov_rank > 0 ? "dspark"
+                                                      : "dflash")
           : is_mtp    ? "gemma4_mtp"
           : is_eagle3 ? "eagle3"
           : is_eagle  ? "eagle"
@@ -191,6 +203,11 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
       shapes["markov.table.weight"] = {c.vocab_size, rank};
       shapes["markov.weight"] = {d->draft_vocab_size, rank};
     }
+    if (const SelectorConfig& selector = d->block.selector; selector.top > 0) {
+      shapes["selector.predecessors.weight"] = {c.vocab_size, selector.rank};
+      shapes["selector.successors.weight"] = {c.vocab_size, selector.rank};
+      shapes["selector.weight"] = {selector.rank, hidden};
+    }
     if (d->kind == DrafterKind::kGemma4Mtp) shapes["feedback.weight"] = {d->target_hidden, hidden};
     if (d->centroids.count > 0) shapes["centroids.weight"] = {d->centroids.count, hidden};
   }
@@ -198,6 +215,13 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
     const std::string name = "layers." + std::to_string(i) + ".";
     if (i > 0 || d == nullptr || d->has_attn_norm) shapes[name + "attn_norm.weight"] = {hidden};
     shapes[name + "mlp_norm.weight"] = {hidden};
+    if (d != nullptr && d->block.conv.is_used()) {
+      const BlockConvConfig& conv = d->block.conv;
+      for (const char* const branch : {"attn_conv", "mlp_conv"}) {
+        shapes[name + branch + ".base"] = {2, conv.taps, hidden};
+        shapes[name + branch + ".kernel.weight"] = {conv.outputs(c.hidden), hidden};
+      }
+    }
     if (c.has_post_norms) {
       shapes[name + "attn_post_norm.weight"] = {hidden};
       shapes[name + "mlp_post_norm.weight"] = {hidden};

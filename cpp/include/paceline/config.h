@@ -285,10 +285,10 @@ void visit_methods(const SpeculativeOptions& o, const Visit& visit) {
   visit("prompt_lookup_min", o.prompt_lookup_min, "", "'ngram'");
   visit("prompt_lookup_max", o.prompt_lookup_max, "", "'ngram'");
   visit("draft_stop_threshold", o.draft_stop_threshold, "whose drafts have no probability",
-        "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dspark'");
+        "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
   visit("draft_position", o.draft_position, "whose drafts have one position each", "'gemma4_mtp'");
   visit("draft_proposals", o.draft_proposals, "whose drafts have no distribution",
-        "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dspark'");
+        "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
 }
 // end of generated
 

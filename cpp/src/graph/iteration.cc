@@ -53,9 +53,12 @@ bool Iteration::is_drafted_from(size_t group) const {
 
 DrawParams Iteration::draw_params(const DraftDraws& draws) const {
   const IterationBuffers& b = buffers_;
-  const int32_t num_logits = decoder_of(speculator_)->config().num_logits();
+  const bool is_chosen = draws.candidates != nullptr;
+  const int32_t num_logits =
+      is_chosen ? draws.num_candidates : decoder_of(speculator_)->config().num_logits();
   const int32_t target_vocab = target_.config().vocab_size;
-  const TokenMap map = token_map(speculator_, b.draft_output);
+  const TokenMap map = is_chosen ? TokenMap{draws.candidates, draws.num_candidates}
+                                 : token_map(speculator_, b.draft_output);
   return {.num_rows = draws.num_rows,
           .max_rows = draws.max_rows,
           .logits = draws.logits,

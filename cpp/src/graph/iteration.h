@@ -58,6 +58,7 @@ struct BlockBuffers {
   // [max_seqs * (k + 1)] the newest token of each sequence, then the draws of each draft
   int32_t* tokens = nullptr;
   BlockHeadScratch heads{};
+  float* conv_delta = nullptr;  // see Activations
 };
 
 // All device memory of an iteration except weights and rotary tables.
@@ -223,6 +224,10 @@ class Iteration {
     // many higher.
     const int32_t* steps;
     bool adds_steps;
+    // [max_rows, num_candidates] the tokens of the logits, of drafts that are chosen from a few
+    // candidates; null: the logits are those of the drafter's vocabulary.
+    const int32_t* candidates = nullptr;
+    int32_t num_candidates = 0;
   };
   // The draw of these rows by the noise of the predicted tokens.
   [[nodiscard]] DrawParams draw_params(const DraftDraws& draws) const;
@@ -231,6 +236,10 @@ class Iteration {
   // The pass over blocks: all drafts of the drafting sequences.
   template <class Ctx>
   void draft_blocks(Ctx& ctx, const IterationExtent& extent, const BlockDrafter& drafter) const;
+  // The drafts of a block drafter with a selector, whose `draws` are those of all drafts.
+  template <class Ctx>
+  void choose_drafts(Ctx& ctx, const IterationExtent& extent, const BlockDrafter& drafter,
+                     const AllDrafts& drafts, const DraftDraws& draws) const;
 
   IterationOptions options_;
   const KvLayout& layout_;

@@ -38,7 +38,9 @@ void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (is_drafted_from(g)) build(ctx, rows, blocks.metadata[g], rows.capacity);
   }
-  drafter.forward(ctx, rows, blocks.metadata, b.activations);
+  Activations activations = b.activations;
+  activations.conv_delta = blocks.conv_delta;
+  drafter.forward(ctx, rows, blocks.metadata, activations);
   // With a confidence head, a draft whose estimate is too low is the first that is not made.
   // Otherwise the probability of a drawn draft decides on those behind it.
   const bool estimates =
@@ -79,7 +81,17 @@ void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
             .adds_steps = false};
   };
   const bool is_chain = config.markov != MarkovHead::kNone;
-  if (!is_chain && !b.rejection.is_used()) {
+  if (config.selector.top > 0) {
+    choose_drafts(ctx, extent, drafter,
+                  {.num_seqs = num_drafting,
+                   .max_seqs = num_seqs,
+                   .num_drafts = num_drafts,
+                   .num_rows = blocks.num_predicting,
+                   .row_index = blocks.predicting_rows,
+                   .seq_slot = rows.seq_slot,
+                   .newest = blocks.tokens},
+                  draws_of(0, num_drafts, blocks.num_predicting));
+  } else if (!is_chain && !b.rejection.is_used()) {
     draw_drafts(ctx, extent, draws_of(0, num_drafts, blocks.num_predicting));
   } else {
     // The proposals of a window are stored draft by draft.
@@ -104,6 +116,55 @@ void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
                                                      .stops_before = estimates,
                                                      .num_seqs = num_seqs,
                                                      .num_drafts = num_drafts});
+}
+
+template <class Ctx>
+void Iteration::choose_drafts(Ctx& ctx, const IterationExtent& extent, const BlockDrafter& drafter,
+                              const AllDrafts& drafts, const DraftDraws& draws) const {
+  const IterationBuffers& b = buffers_;
+  const BlockHeadScratch& heads = b.blocks.heads;
+  const CandidateLists& lists = heads.lists;
+  drafter.score_candidates(ctx, drafts, b.activations, draws.logits, draw_params(draws).vocab_limit,
+                           heads);
+  if (!extent.has_logit_work && !b.rejection.is_used() && draws.probabilities == nullptr) {
+    DraftDraws chosen = draws;
+    chosen.candidates = lists.ids;
+    chosen.num_candidates = lists.count;
+    ctx.run(walk_candidates, WalkCandidatesParams{.num_seqs = drafts.num_seqs,
+                                                  .max_seqs = drafts.max_seqs,
+                                                  .num_drafts = drafts.num_drafts,
+                                                  .lists = lists,
+                                                  .followed = heads.followed,
+                                                  .draw = draw_params(chosen)});
+    return;
+  }
+  const int64_t count = lists.count;
+  for (int32_t j = 0; j < drafts.num_drafts; ++j) {
+    const int32_t at = j * drafts.max_seqs;
+    const int32_t before = at - drafts.max_seqs;
+    ctx.run(follow_candidates,
+            FollowCandidatesParams{.num_seqs = drafts.num_seqs,
+                                   .max_seqs = drafts.max_seqs,
+                                   .count = lists.count,
+                                   .scores = lists.scores + at * count * count,
+                                   .before = j > 0 ? lists.ids + before * count : nullptr,
+                                   .previous = j > 0 ? draws.tokens + before : nullptr,
+                                   .y = heads.followed});
+    draw_drafts(
+        ctx, extent,
+        {.num_rows = drafts.num_seqs,
+         .max_rows = drafts.max_seqs,
+         .row_index = draws.row_index + at,
+         .rows = draws.rows,
+         .logits = heads.followed,
+         .tokens = draws.tokens + at,
+         .probabilities = draws.probabilities != nullptr ? draws.probabilities + at : nullptr,
+         .draw_ahead = draws.draw_ahead,
+         .steps = b.identity + j,
+         .adds_steps = false,
+         .candidates = lists.ids + at * count,
+         .num_candidates = lists.count});
+  }
 }
 
 template void Iteration::draft_blocks<CpuContext>(CpuContext&, const IterationExtent&,

@@ -121,15 +121,29 @@ GroupMetadata with_block(GroupMetadata metadata, const BlockConfig& block) {
   return metadata;
 }
 
+int64_t padded_rows(const IterationOptions& options, int32_t rows) {
+  return options.padded_rows != nullptr ? options.padded_rows(rows) : rows;
+}
+
+// `rows`: of one draft of each sequence, `all_rows`: of all drafts.
 BlockHeadScratch allocate_heads(DeviceArena& arena, const DecoderConfig& draft, int64_t rows,
-                                DType activation_dtype) {
+                                int64_t all_rows, DType activation_dtype) {
   const BlockConfig& block = draft.drafter->block;
-  if (block.markov == MarkovHead::kNone) return {};
   const auto floats = [&](int64_t width) { return arena.allocate<float>(rows * width, "logits"); };
   const auto activations = [&](int64_t width) {
     return arena.allocate<std::byte>(rows * width * dtype_bytes(activation_dtype), "activations");
   };
   BlockHeadScratch heads;
+  if (const SelectorConfig& selector = block.selector; selector.top > 0) {
+    const int64_t count = all_rows * selector.top;
+    heads.lists = {.ids = arena.allocate<int32_t>(count, "proposals"),
+                   .logits = arena.allocate<float>(count, "proposals"),
+                   .scores = arena.allocate<float>(count * selector.top, "proposals"),
+                   .count = selector.top};
+    heads.projected = arena.allocate<float>(all_rows * selector.rank, "logits");
+    heads.followed = floats(selector.top);
+  }
+  if (block.markov == MarkovHead::kNone) return heads;
   if (block.has_markov_mix() || block.confidence == ConfidenceHead::kHiddenAndToken) {
     heads.e = floats(block.markov_rank);
   }
@@ -164,8 +178,12 @@ BlockBuffers allocate_blocks(DeviceArena& arena, const IterationOptions& options
   b.predicting_rows = arena.allocate<int32_t>(int64_t{max_seqs} * k, "rows");
   b.num_predicting = arena.allocate<int32_t>(1, "rows");
   b.tokens = arena.allocate<int32_t>(int64_t{max_seqs} * (k + 1), "draws");
-  const int32_t rows = options.padded_rows != nullptr ? options.padded_rows(max_seqs) : max_seqs;
-  b.heads = allocate_heads(arena, draft, rows, activation_dtype);
+  b.heads = allocate_heads(arena, draft, padded_rows(options, max_seqs),
+                           padded_rows(options, max_seqs * k), activation_dtype);
+  if (block.conv.is_used()) {
+    b.conv_delta = arena.allocate<float>(
+        padded_rows(options, capacity) * block.conv.outputs(draft.hidden), "activations");
+  }
   return b;
 }
 
@@ -186,10 +204,6 @@ SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
           .draft_tokens = ints(num_seqs * std::max(shape.num_draft_tokens, 1)),
           .draft_len = ints(num_seqs),
           .num_draft_tokens = shape.num_draft_tokens};
-}
-
-int64_t padded_rows(const IterationOptions& options, int32_t rows) {
-  return options.padded_rows != nullptr ? options.padded_rows(rows) : rows;
 }
 
 // The first pass also has a row for the token that is drawn after a finished prompt.
@@ -362,9 +376,11 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   }
   b.results = arena.allocate<SequenceResult>(shape.max_seqs, "results");
   if (shape.max_logprobs > 0) b.logprobs = allocate_logprobs(arena, shape, target.vocab_size);
-  b.rejection =
-      allocate_rejection(arena, shape, options.rejection_sample_method,
-                         options.samples_drafts && draft != nullptr, options.draft_proposals);
+  int32_t num_proposals = options.draft_proposals;
+  // A selector draws from no more than its candidates.
+  if (num_proposals == 0 && drafts_in_blocks) num_proposals = draft->drafter->block.selector.top;
+  b.rejection = allocate_rejection(arena, shape, options.rejection_sample_method,
+                                   options.samples_drafts && draft != nullptr, num_proposals);
   return b;
 }
 

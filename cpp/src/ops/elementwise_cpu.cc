@@ -102,10 +102,14 @@ void activate_row(const GatedActivationParams& p, int64_t row) {
 }
 
 struct SoftCapKernel {
-  [[gnu::always_inline]] static void run(float* logits, float cap, int32_t n) {
+  [[gnu::always_inline]] static V16 capped(const V16& logits, float scale, float cap) {
+    const V16 x = logits * scale;
+    return cap > 0 ? cap * tanh(x / cap) : x;
+  }
+  [[gnu::always_inline]] static void run(float* logits, float scale, float cap, int32_t n) {
     int32_t i = 0;
-    for (; i + 16 <= n; i += 16) store(logits + i, cap * tanh(load(logits + i) / cap));
-    if (i < n) store_first(logits + i, cap * tanh(load_first(logits + i, n - i) / cap), n - i);
+    for (; i + 16 <= n; i += 16) store(logits + i, capped(load(logits + i), scale, cap));
+    if (i < n) store_first(logits + i, capped(load_first(logits + i, n - i), scale, cap), n - i);
   }
 };
 
@@ -180,7 +184,7 @@ void copy_rows(CpuContext& ctx, const CopyRowsParams& p) {
 void soft_cap(CpuContext& ctx, const SoftCapParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   for_rows(ctx, num_rows, int64_t{p.n} * 32, [&](int32_t row) {
-    run_best_isa<SoftCapKernel>(p.logits + int64_t{row} * p.n, p.cap, p.n);
+    run_best_isa<SoftCapKernel>(p.logits + int64_t{row} * p.n, p.scale, p.cap, p.n);
   });
 }
 

@@ -322,13 +322,14 @@ struct ClusterLogitsParams {
 void cluster_logits(CpuContext&, const ClusterLogitsParams&);
 void cluster_logits(CudaContext&, const ClusterLogitsParams&);
 
-// logits = cap * tanh(logits / cap), in place.
+// logits = cap * tanh(scale * logits / cap), in place; without a cap logits = scale * logits.
 struct SoftCapParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   float* logits;  // [max_rows, n], updated
-  float cap;      // > 0
+  float cap;      // > 0, or 0: none
   int32_t n;
+  float scale = 1;
 };
 void soft_cap(CpuContext&, const SoftCapParams&);
 void soft_cap(CudaContext&, const SoftCapParams&);

@@ -52,6 +52,9 @@ struct SelectProposalsParams {
   int32_t num_draft_tokens;   // k
   Proposals proposals;        // written at (sequence slot, draft)
   int32_t* proposal_rows;  // [max_rows] seq_slot * k + draft: row of `proposals`; -1 for inert rows
+  // The list of row i is row i of `proposals`, empty for an inert row. Several rows may then be of
+  // one sequence, and draft_step, num_draft_tokens and proposal_rows are not used.
+  bool is_by_row = false;
 };
 void select_proposals(CpuContext&, const SelectProposalsParams&);
 void select_proposals(CudaContext&, const SelectProposalsParams&);

@@ -30,12 +30,13 @@ int32_t id_of(uint64_t candidate) {
 
 void select_row(const SelectProposalsParams& p, int32_t row) {
   const int32_t seq_slot = p.seq_slot[p.row_index[row]];
-  if (seq_slot < 0) {
+  if (seq_slot < 0 && !p.is_by_row) {
     p.proposal_rows[row] = -1;
     return;
   }
   const int32_t draft = p.draft_step != nullptr ? *p.draft_step : 0;
-  const int32_t proposal_row = seq_slot * p.num_draft_tokens + draft;
+  const int32_t proposal_row = p.is_by_row ? row : seq_slot * p.num_draft_tokens + draft;
+  const int32_t vocab_limit = seq_slot < 0 ? 0 : p.vocab_limit;
   const float* const logits = p.logits + row * p.logits_stride;
   const int32_t* const map =
       p.token_map != nullptr ? p.token_map + row * p.token_map_stride : nullptr;
@@ -43,7 +44,7 @@ void select_row(const SelectProposalsParams& p, int32_t row) {
   std::array<uint64_t, kMaxDraftProposals> best;
   int32_t count = 0;
   const auto end = [&] { return best.begin() + count; };
-  for (int32_t id = 0; id < p.vocab_limit; ++id) {
+  for (int32_t id = 0; id < vocab_limit; ++id) {
     if (!(logits[id] > -kInf) || (map != nullptr && map[id] >= p.token_limit)) continue;
     const uint64_t own = candidate(logits[id], id);
     if (count == p.proposals.per_draft) {
@@ -61,7 +62,7 @@ void select_row(const SelectProposalsParams& p, int32_t row) {
     p.proposals.ids[first + j] = id >= 0 && map != nullptr ? map[id] : id;
     p.proposals.logits[first + j] = id >= 0 ? logits[id] : -kInf;
   }
-  p.proposal_rows[row] = proposal_row;
+  if (!p.is_by_row) p.proposal_rows[row] = proposal_row;
 }
 
 // --- softmax_sums --------------------------------------------------------------------------------

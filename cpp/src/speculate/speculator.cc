@@ -37,7 +37,9 @@ std::string_view name_of(const DecoderConfig& draft) {
     case DrafterKind::kBlock:
       break;
   }
-  return draft.drafter->block.markov == MarkovHead::kNone ? "dflash" : "dspark";
+  const BlockConfig& block = draft.drafter->block;
+  if (block.selector.top > 0) return "dflash2";
+  return block.markov == MarkovHead::kNone ? "dflash" : "dspark";
 }
 
 }  // namespace
@@ -49,13 +51,14 @@ ModelFreeOptions model_free_options(const SpeculativeOptions& options) {
 }
 
 std::optional<DraftMethod> draft_method(std::string_view name) {
-  static constexpr std::array<DraftMethod, 9> kMethods = {
+  static constexpr std::array<DraftMethod, 10> kMethods = {
       {{"draft_model", DraftModelSpeculator::kTraits},
        {"eagle", EagleSpeculator::kTraits},
        {"eagle3", EagleSpeculator::kTraits},
        {"mtp", EagleSpeculator::kTraits},
        {"gemma4_mtp", Gemma4MtpSpeculator::kTraits},
        {"dflash", BlockSpeculator::kTraits},
+       {"dflash2", BlockSpeculator::kTraits},
        {"dspark", BlockSpeculator::kTraits},
        {"ngram", NgramSpeculator::kTraits},
        {"custom", HostSpeculator::kTraits}}};

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block drafters, DFlash and DSpark, as canonical descriptions and tensor names.
+"""Block drafters, DFlash, DFlash2 and DSpark, as canonical descriptions and tensor names.
 
-Four layouts are read: DFlash as z-lab writes it, DSpark and DFlash as deepseek-ai writes them (a
-flat configuration of the classes `Qwen3DSparkModel` and `Gemma4DSparkModel`), the first of these
-with the keys of a block nested in "dflash_config", and both in the format of the `speculators`
-package. The result is a decoder description with the key "drafter" of `docs/model-format.md`.
+Five layouts are read: DFlash and DFlash2 as z-lab writes them, DSpark and DFlash as deepseek-ai
+writes them (a flat configuration of the classes `Qwen3DSparkModel` and `Gemma4DSparkModel`), the
+first of these with the keys of a block nested in "dflash_config", all of them in the format of the
+`speculators` package, and the assistant of Muse-Glimmer, which is DFlash. The result is a decoder
+description with the key "drafter" of `docs/model-format.md`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from .block_facts import CONFIDENCE, BlockFacts
 from .block_heads import read_heads
 from .block_kinds import block_section
 from .block_layers import describe_block, read_block_layers
+from .block_selector import DFLASH2_KEYS, read_selector
 from .block_settings import aux_layers, read_block
 from .block_tensors import block_tensors
 from .decoder import Sizes
 from .description import check_description
 from .drafters import (
+    DFLASH2,
     Target,
     check_same_vocabulary,
     check_target_width,
@@ -33,9 +36,8 @@ from .family import Family
 from .messages import show
 from .section import Section
 
-#: Keys that change what the drafter computes, and that Paceline does not implement.
-_REFUSED_KEYS: Final = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-#: The same, and the value with which they change nothing.
+#: Keys that change what the drafter computes, and that Paceline does not implement, with the value
+#: with which they change nothing.
 _NEUTRAL_VALUES: Final = {"attention_sink_bias": False, "attention_value_scale": 1.0}
 _MAP_NAMES: Final[tuple[str, ...]] = ("d2t", "t2d")
 
@@ -46,7 +48,7 @@ def translate_block(
     """Translates a block drafter for a target.
 
     Args:
-        kind: "dflash" or "dspark".
+        kind: One of `BLOCK_KINDS`.
         top: Its configuration.
         facts: The parts that it has.
         target: The target that it must fit.
@@ -62,7 +64,7 @@ def translate_block(
     layer = top.section("transformer_layer_config") or top
     block = block_section(top)
     for section in {id(s): s for s in (top, layer, block)}.values():
-        _check_supported(section)
+        _check_supported(kind, section)
     stack = read_block_layers(top, layer, block, target)
     sizes = stack.sizes
     _check_target(top, layer, sizes, facts, target)
@@ -74,7 +76,9 @@ def translate_block(
         owns_embedding=facts.has_embedding,
         owns_lm_head=facts.draft_vocab_size is not None,
         draft_vocab_size=facts.draft_vocab_size or target.vocab_size,
-        block=read_block(top, block, target) | read_heads(kind, top, block, facts, sizes),
+        block=read_block(top, block, target)
+        | read_heads(kind, top, block, facts, sizes)
+        | (read_selector(top, block, facts, sizes) if kind == DFLASH2 else {}),
     )
     is_anchored = drafter["block"]["sliding"]["is_anchored"]
     config = describe_block(
@@ -82,7 +86,7 @@ def translate_block(
     )
     config["drafter"] = drafter
     take_positions(config, sizes, target, notes)
-    check_description(config, (layer, top))
+    check_description(config, (layer, top, block))
     ignored_names = _MAP_NAMES
     if "confidence" not in drafter["block"]:
         ignored_names = (*_MAP_NAMES, CONFIDENCE)  # the configuration switches it off
@@ -100,10 +104,10 @@ def translate_block(
     return family, notes
 
 
-def _check_supported(section: Section) -> None:
-    for key in _REFUSED_KEYS:
+def _check_supported(kind: str, section: Section) -> None:
+    for key in DFLASH2_KEYS if kind != DFLASH2 else ():
         if section.has(key):
-            raise section.refusal(key, "no such key")
+            raise section.refusal(key, 'no such key but with "architectures" of DFlash2')
     for key, neutral in _NEUTRAL_VALUES.items():
         if section.has(key) and section.values[key] != neutral:
             raise section.refusal(key, f"{show(neutral)}, or no such key")

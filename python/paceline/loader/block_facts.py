@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from .binding import same_bytes
-from .block_kinds import block_section, find_key, markov_rank
+from .block_kinds import block_section, find_key, is_assistant, markov_rank
 from .drafters import Target
 from .section import Section
 from .tensor_source import TensorSource
@@ -18,6 +18,15 @@ MARKOV_WEIGHT: Final = "markov_head.markov_w2.weight"
 #: The prefix of the tensors of the confidence head, and its matrix.
 CONFIDENCE: Final = "confidence_head."
 CONFIDENCE_WEIGHT: Final = f"{CONFIDENCE}proj.weight"
+#: The codebooks of the candidate selector by their canonical names; files may add ".weight".
+CODEBOOKS: Final = {
+    "predecessors": "candidate_selector.predecessor_codebook",
+    "successors": "candidate_selector.successor_codebook",
+}
+HIDDEN_PROJECTION: Final = "candidate_selector.hidden_projection.weight"
+#: The matrix and the norm that make the context, and their names in an assistant of Muse-Glimmer.
+CONTEXT: Final = ("fc.weight", "hidden_norm.weight")
+_ASSISTANT_CONTEXT: Final = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class BlockFacts:
         has_qkv_bias: It has biases on q, k and v.
         has_o_bias: It has a bias on o.
         copies: Tensors that are copies of the target's and are not read.
+        context: The names of the matrix and of the norm that make the context.
+        codebook_suffix: What the names of the codebooks end with.
     """
 
     prefix: str = ""
@@ -47,6 +58,8 @@ class BlockFacts:
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     copies: tuple[str, ...] = ()
+    context: tuple[str, str] = CONTEXT
+    codebook_suffix: str = ""
 
 
 def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
@@ -57,7 +70,10 @@ def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
     """
     prefix = tensor_prefix(shapes)
     lm_head = shapes.get("lm_head.weight")
-    fc = shapes.get(f"{prefix}fc.weight")
+    context = CONTEXT if prefix + CONTEXT[0] in shapes else _ASSISTANT_CONTEXT
+    if prefix + context[0] not in shapes:
+        context = CONTEXT
+    fc = shapes.get(prefix + context[0])
     table = shapes.get(prefix + MARKOV_TABLE)
     confidence = shapes.get(prefix + CONFIDENCE_WEIGHT)
     return BlockFacts(
@@ -70,12 +86,15 @@ def read_block_facts(shapes: Mapping[str, tuple[int, ...]]) -> BlockFacts:
         has_map=f"{prefix}d2t" in shapes or "d2t" in shapes,
         has_qkv_bias=f"{prefix}layers.0.self_attn.q_proj.bias" in shapes,
         has_o_bias=f"{prefix}layers.0.self_attn.o_proj.bias" in shapes,
+        context=context,
+        codebook_suffix=".weight" if f"{prefix}{CODEBOOKS['successors']}.weight" in shapes else "",
     )
 
 
 def tensor_prefix(names: Container[str]) -> str:
     """The prefix of every tensor but the lm_head."""
-    return "model." if "model.fc.weight" in names else ""
+    is_prefixed = any(f"model.{fc}" in names for fc, _ in (CONTEXT, _ASSISTANT_CONTEXT))
+    return "model." if is_prefixed else ""
 
 
 def without_copies(
@@ -123,6 +142,7 @@ def guess_block_facts(top: Section, target: Target) -> BlockFacts:
         has_map=is_reduced,
         has_qkv_bias=bias,
         has_o_bias=bias,
+        context=_ASSISTANT_CONTEXT if is_assistant(top) else CONTEXT,
     )
 
 

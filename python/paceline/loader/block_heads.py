@@ -31,7 +31,7 @@ def read_heads(
     """The keys "markov" and "confidence" of the object "block" of the description.
 
     Args:
-        kind: "dflash" or "dspark".
+        kind: One of `BLOCK_KINDS`.
         top: The configuration.
         block: The part that has the keys of the block.
         facts: The parts that the drafter has.

@@ -11,20 +11,21 @@ from typing import Any, Final
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .deepseek_v4 import BLOCK_SIZE, has_stages
-from .drafters import BLOCK_KINDS, DFLASH, DSPARK
+from .drafters import BLOCK_KINDS, DFLASH, DFLASH2, DSPARK
 from .files import find
 from .section import Section
 
 #: Drafters of other papers, by a part of their architecture's name.
-_OTHERS: Final = ("dflash2", "domino", "peagle", "xpress", "lilicorr")
+_OTHERS: Final = ("domino", "peagle", "xpress", "lilicorr")
 _GEMMA4: Final = "gemma4dspark"
+_ASSISTANT: Final = "museglimmerassistant"
 SPECULATORS: Final = "speculators_model_type"
 #: The object that has the keys of the block, where they are not at the top.
 NESTED: Final = "dflash_config"
 
 
 def block_kind_of_config(top: Section) -> str | None:
-    """The method of a configuration, "dflash" or "dspark"; None: it is no block drafter.
+    """The method of a configuration, one of `BLOCK_KINDS`; None: it is no block drafter.
 
     Raises:
         NotImplementedError: It is a block drafter that is not supported; the message names those
@@ -33,7 +34,13 @@ def block_kind_of_config(top: Section) -> str | None:
     for plain in _plain_names(top):
         if any(other in plain for other in _OTHERS):
             key = SPECULATORS if top.has(SPECULATORS) else "architectures"
-            raise top.refusal(key, "DFlash or DSpark with layers of Qwen3 or Gemma 4, and EAGLE-3")
+            raise top.refusal(
+                key, "DFlash, DFlash2 or DSpark with layers of Qwen3 or Gemma 4, and EAGLE-3"
+            )
+        if DFLASH2 in plain:
+            return DFLASH2
+        if _ASSISTANT in plain:
+            return DFLASH
         if "dspark" in plain or "dflash" in plain:
             return DSPARK if markov_rank(top) > 0 else DFLASH
     return None
@@ -47,6 +54,16 @@ def own_block_kind(top: Section) -> str | None:
 def block_subfolders(path: Path) -> list[str]:
     """The methods for which a target's folder has a drafter in a subfolder."""
     return [kind for kind in BLOCK_KINDS if find(path / kind) is not None]
+
+
+def is_assistant(top: Section) -> bool:
+    """Returns whether the drafter is of transformers' class for Muse-Glimmer's assistant."""
+    return any(_ASSISTANT in plain for plain in _plain_names(top))
+
+
+def is_named_dflash2(top: Section) -> bool:
+    """Returns whether the drafter's class is one of DFlash2."""
+    return any(DFLASH2 in plain for plain in _plain_names(top))
 
 
 def has_gemma4_layers(top: Section) -> bool:
@@ -122,6 +139,8 @@ def read_mask_token(top: Section, block: Section, vocab_size: int) -> int:
 
 def read_causality(top: Section, block: Section) -> bool | None:
     """Returns whether all layers are causal, in a file not of `speculators`; None: unknown."""
+    if is_assistant(top):
+        return False
     for section, key in ((top, "is_causal"), (block, "causal")):
         if section.has(key):
             return section.boolean(key)

@@ -13,6 +13,8 @@ from .block_kinds import (
     SPECULATORS,
     find_key,
     has_gemma4_layers,
+    is_assistant,
+    is_named_dflash2,
     is_named_dspark,
     read_causality,
 )
@@ -32,6 +34,9 @@ from .rope import read_rope
 from .section import Section
 
 _SCALE_KEY: Final = "input_embedding_scale"
+_CAP_KEY: Final = "final_logit_softcapping"
+_FACTOR_KEY: Final = "output_multiplier"
+_ASSISTANT_TYPE: Final = "muse_glimmer_assistant"
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,11 @@ def read_block_layers(top: Section, layer: Section, block: Section, target: Targ
     """
     if has_gemma4_layers(top):
         return _read_gemma4(layer)
-    if layer.text("model_type", "qwen3") != "qwen3":
-        raise layer.refusal("model_type", "qwen3")
-    sizes = read_sizes(layer, vocab=target.vocab_size, head_dim=128, max_position=32_768, eps=1e-6)
+    expected = _ASSISTANT_TYPE if is_assistant(top) else "qwen3"
+    if layer.text("model_type", expected) != expected:
+        raise layer.refusal("model_type", expected)
+    eps = 1e-5 if is_assistant(top) else 1e-6
+    sizes = read_sizes(layer, vocab=target.vocab_size, head_dim=128, max_position=32_768, eps=eps)
     layer_types = _layer_types(top, layer, block, sizes.layers)
     window = _read_window(top, layer, block) if SLIDING in layer_types else 0
     return BlockLayers(sizes, same_layers(sizes, layer_types), window, is_gemma4=False)
@@ -89,7 +96,7 @@ def _read_window(top: Section, layer: Section, block: Section) -> int:
 
 
 def _layer_types(top: Section, layer: Section, block: Section, num_layers: int) -> tuple[str, ...]:
-    layer_types = (FULL,) * num_layers
+    layer_types = ((SLIDING if is_assistant(top) else FULL),) * num_layers
     if layer.has("layer_types"):
         layer_types = read_layer_types(layer, num_layers, 1)
     switch = find_key("use_swa", block, top)
@@ -141,7 +148,7 @@ def describe_block(
     """Writes the canonical description, without the key "drafter".
 
     Args:
-        kind: "dflash" or "dspark".
+        kind: One of `BLOCK_KINDS`.
         top: The drafter's configuration.
         layer: The part of it that describes layers.
         block: The part of it that describes the block.
@@ -167,25 +174,48 @@ def describe_block(
             embed_scale=embed_scale,
         )
     else:
-        cap = find_key("final_logit_softcapping", block, top)
+        factor, cap = _logit_keys(top, block, target)
         config = describe(
             kind,
             stack.sizes,
             stack.layers,
-            # All rows see the window before the first row, which itself is one more.
-            window=stack.window + 1 if stack.window and is_anchored else stack.window,
-            ropes=dict.fromkeys(LAYER_TYPES, read_rope(layer, 10_000.0)),
+            window=_window(stack.window, is_one_more=is_anchored or is_assistant(top)),
+            ropes=dict.fromkeys(
+                LAYER_TYPES, read_rope(layer, 500_000.0 if is_assistant(top) else 10_000.0)
+            ),
             attention_scale=stack.sizes.head_dim**-0.5,
             activation=read_activation(layer, ("hidden_act",), "silu"),
             ties_lm_head=False,
             has_qk_norm=True,
             embed_scale=embed_scale,
-            logit_soft_cap=0.0 if cap is None else cap.number("final_logit_softcapping"),
+            logit_soft_cap=cap,
         )
+        if factor != 1.0:
+            config["logit_scale"] = factor
     for entry in config["layers"]:
         entry["attention"]["has_qkv_bias"] = facts.has_qkv_bias
         entry["attention"]["has_o_bias"] = facts.has_o_bias
     return config
+
+
+def _window(stated: int, *, is_one_more: bool) -> int:
+    """The positions that a sliding layer sees, its own among them.
+
+    In the files of `speculators` all rows see the window before the first row of the block, and
+    transformers shows an assistant's row the keys that are at most a window away.
+    """
+    return stated + 1 if stated and is_one_more else stated
+
+
+def _logit_keys(top: Section, block: Section, target: Target) -> tuple[float, float]:
+    """The factor and the cap of the logits; an assistant has its target's, as its lm_head."""
+    if is_assistant(top):
+        return float(target.config.get("logit_scale", 1.0)), target.config["logit_soft_cap"]
+    factor, cap = find_key(_FACTOR_KEY, block, top), find_key(_CAP_KEY, block, top)
+    return (
+        1.0 if factor is None else factor.number(_FACTOR_KEY),
+        0.0 if cap is None else cap.number(_CAP_KEY),
+    )
 
 
 def _embed_scale(
@@ -194,8 +224,9 @@ def _embed_scale(
     """The factor on the embeddings of a block's rows, which depends on the layout.
 
     In the files of `speculators` and of deepseek-ai's class for Qwen3, drafters were trained on
-    rows of the table as they are. Gemma 4's own layers were trained with its factor, and those of
-    z-lab with the embeddings of their target.
+    rows of the table as they are, and so were those of DFlash2 where the file says nothing.
+    Gemma 4's own layers were trained with its factor, and z-lab's of DFlash with the embeddings of
+    their target.
     """
     stated = find_key(_SCALE_KEY, block, top)
     if stack.is_gemma4 or top.has(SPECULATORS):
@@ -205,7 +236,7 @@ def _embed_scale(
     if stated is not None:
         return stated.number(_SCALE_KEY)
     of_target = float(target.config["embed_scale"])
-    if of_target == 1.0 or not top.has(NESTED):
+    if of_target == 1.0 or not top.has(NESTED) or is_named_dflash2(top):
         return 1.0
     if is_named_dspark(top):
         raise block.error(

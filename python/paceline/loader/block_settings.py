@@ -9,6 +9,8 @@ from typing import Any
 from .block_facts import BlockFacts
 from .block_kinds import (
     SPECULATORS,
+    is_assistant,
+    is_named_dflash2,
     read_causality,
     read_mask_token,
     read_size,
@@ -29,7 +31,7 @@ def read_block(top: Section, block: Section, target: Target) -> dict[str, Any]:
     is_speculators = top.has(SPECULATORS)
     full_is_causal = False
     if is_speculators:
-        sliding_is_causal = not top.boolean("sliding_window_non_causal", False)
+        sliding_is_causal = not top.boolean("sliding_window_non_causal", is_named_dflash2(top))
     else:
         stated = read_causality(top, block)
         sliding_is_causal = stated is None or stated
@@ -63,6 +65,8 @@ def aux_layers(
     section, key, shift = top, "aux_hidden_state_layer_ids", 0
     if not top.has(key):
         section, key, shift = block, "target_layer_ids", 1
+    if is_assistant(top) and not section.has(key):
+        raise section.error(key, "a list of layers of the target")
     if section.has(key):
         value = section.values[key]
         if not isinstance(value, list) or not all(type(item) is int for item in value):

@@ -9,6 +9,7 @@ from typing import Any
 from .block_facts import BlockFacts
 from .block_heads import head_tensors
 from .block_layers import BlockLayers
+from .block_selector import convolution_tensors, selector_tensors
 from .decoder_tensors import PRE_NORMS, SANDWICH_NORMS, layer_tensors, tensor_spec
 from .family import TensorSpec
 
@@ -26,8 +27,9 @@ def block_tensors(
     specs: list[TensorSpec] = []
     if facts.has_embedding:
         specs.append(tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden))
-    specs.append(tensor_spec("fc.weight", "fc.weight", hidden, columns))
-    specs.append(tensor_spec("hidden_norm.weight", "hidden_norm.weight", hidden))
+    fc, hidden_norm = facts.context
+    specs.append(tensor_spec("fc.weight", fc, hidden, columns))
+    specs.append(tensor_spec("hidden_norm.weight", hidden_norm, hidden))
     for i, layer in enumerate(stack.layers):
         specs += layer_tensors(
             f"layers.{i}.",
@@ -41,8 +43,10 @@ def block_tensors(
         )
         if stack.is_gemma4:
             specs.append(tensor_spec(f"layers.{i}.scale", f"layers.{i}.layer_scalar", (1, "1")))
+        specs += convolution_tensors(i, sizes, drafter)
     specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
     if facts.draft_vocab_size is not None:
         specs.append(tensor_spec("lm_head.weight", "lm_head.weight", rows, hidden))
     specs += head_tensors(sizes, drafter, rows)
+    specs += selector_tensors(sizes, facts, drafter)
     return tuple(specs)

@@ -72,10 +72,11 @@ def convert(
         num_speculative_tokens: The folder's default number of drafts, 1 to 16. None = the number
             that a block drafter's folder states, 4 for other drafters.
         dtype: The dtype of matrices once the folder is read: "float32", "bfloat16" or "auto".
-        method: "mtp": the target's MTP layer is the drafter. "dflash" or "dspark" without a
-            `draft_dir`: the drafter is the target's subfolder of that name or, with "dspark", the
-            stages in the target's files. Otherwise that of the drafter in `draft_dir`, as for
-            `load_drafter`. None without a `draft_dir`: only the target is written.
+        method: "mtp": the target's MTP layer is the drafter. "dflash", "dflash2" or "dspark"
+            without a `draft_dir`: the drafter is the target's subfolder of that name or, with
+            "dspark", the stages in the target's files. Otherwise that of the drafter in
+            `draft_dir`, as for `load_drafter`. None without a `draft_dir`: only the target is
+            written.
         allow_pickle: Read the weights of an EAGLE draft head from a `pytorch_model.bin`, and the
             embedding of a block drafter's mask tokens from a `mask_embedding.pt`: tensors and
             numbers only, with torch, which must be installed.
@@ -99,8 +100,9 @@ def convert(
     if method is not None and (draft_dir is None) != is_own:
         raise ValueError(
             f"method is {method!r:.80} and draft_dir {str(draft_dir)!r:.80}; allowed: {MTP!r} "
-            "without a draft_dir, or 'dflash' or 'dspark' where the target has such a drafter in a "
-            "subfolder of that name or in its own files, or the method of a drafter in draft_dir"
+            "without a draft_dir, or 'dflash', 'dflash2' or 'dspark' where the target has such a "
+            "drafter in a subfolder of that name or in its own files, or the method of a drafter "
+            "in draft_dir"
         )
     if draft_dir is None and folder.has_only_pickle:
         if not allow_pickle:

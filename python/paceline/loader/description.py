@@ -70,6 +70,11 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
     "drafter.target_hidden_size": ("target_hidden_size", "backbone_hidden_size"),
     "drafter.draft_vocab_size": ("draft_vocab_size",),
     "drafter.aux_layers": ("eagle_aux_hidden_state_layer_ids",),
+    "logit_scale": ("output_multiplier",),
+    "convolution.taps": ("conv_kernel_size",),
+    "convolution.group": ("conv_group_size",),
+    "selector.rank": ("selector_rank",),
+    "selector.top": ("selector_top_k",),
     "centroids.count": ("num_centroids",),
     "centroids.top": ("centroid_intermediate_top_k",),
 }

@@ -47,7 +47,8 @@ class DrafterCheckpoint(OpenedModel):
 
     @property
     def kind(self) -> str:
-        """Its kind: "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark"."""
+        """Its kind: "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dflash2"
+        or "dspark"."""
         return self.family.name
 
     @property
@@ -72,9 +73,9 @@ def detect_method(source: Source, method: str | None = None) -> str:
         method: The method that the user named, or None.
 
     Returns:
-        "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash" or "dspark". A target's MTP
-        layer drafts only where `method` says so. The block drafter in a target's own files does
-        unless `method` is "draft_model".
+        "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dflash2" or "dspark". A
+        target's MTP layer drafts only where `method` says so. The block drafter in a target's own
+        files does unless `method` is "draft_model".
 
     Raises:
         ModelNotFoundError: The folder or a file is missing.

@@ -24,9 +24,10 @@ EAGLE3: Final = "eagle3"
 MTP: Final = "mtp"
 GEMMA4_MTP: Final = "gemma4_mtp"
 DFLASH: Final = "dflash"
+DFLASH2: Final = "dflash2"
 DSPARK: Final = "dspark"
 # Kinds of draft heads.
-BLOCK_KINDS: Final = (DFLASH, DSPARK)
+BLOCK_KINDS: Final = (DFLASH, DFLASH2, DSPARK)
 KINDS: Final = (EAGLE, EAGLE3, MTP, GEMMA4_MTP, *BLOCK_KINDS)
 
 

@@ -66,7 +66,7 @@ def eagle_kind_of_config(top: Section) -> str | None:
     """
     if top.has("speculators_model_type"):
         if top.text("speculators_model_type") != "eagle3":
-            raise top.refusal("speculators_model_type", "eagle3, dflash, dspark")
+            raise top.refusal("speculators_model_type", "eagle3, dflash, dflash2, dspark")
         return EAGLE3
     for name in top.strings("architectures") or []:
         if re.search("eagle-?3", name, re.IGNORECASE):

@@ -54,7 +54,7 @@ def add_mask_row(
     top = source.config
     if block_kind_of_config(top) is None:
         raise NotImplementedError(
-            f"{pickle}: only drafters for 'dflash' and 'dspark' have mask tokens, and "
+            f"{pickle}: only drafters for 'dflash', 'dflash2' and 'dspark' have mask tokens, and "
             f"{top.source} describes another model; expected no such file"
         )
     owners = source.weights.owners

@@ -7,6 +7,7 @@ set(emulated_kernels
   compressed/compressed_attention.cu
   compressed/compressed_rows.cu
   compressed/index_scores.cu
+  elementwise/block_conv.cu
   elementwise/elementwise.cu
   elementwise/markov.cu
   fork/fork.cu
@@ -18,6 +19,7 @@ set(emulated_kernels
   rope/qk_norm_rope_append.cu
   sample/accept.cu
   sample/adjust.cu
+  sample/candidates.cu
   sample/clusters.cu
   sample/count.cu
   sample/draw.cu

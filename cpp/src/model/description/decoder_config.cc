@@ -59,9 +59,28 @@ namespace {
   const bool may_draft = !config.drafter || config.drafter->kind == DrafterKind::kMtp ||
                          config.drafter->kind == DrafterKind::kBlock;
   if (!may_draft) refuse("a drafter of another kind than 'mtp', 'dflash' and 'dspark'");
+  if (config.drafter && config.drafter->block.conv.is_used()) refuse("a convolution");
   if (config.drafter && config.drafter->norm_output) refuse("norm_output in the drafter");
   if (config.drafter && config.drafter->has_fc_bias) refuse("has_fc_bias in the drafter");
   return streams;
+}
+
+// The convolution of a block drafter is between norms, branches and one residual stream.
+void check_convolved(const DecoderConfig& config, const Json& root) {
+  const auto refuse = [&](const char* key) {
+    root.at(key).refuse("no such value in a drafter of kind 'dflash2'");
+  };
+  if (config.has_post_norms) refuse("has_post_norms");
+  if (config.has_layer_scale) refuse("has_layer_scale");
+  if (config.per_layer_inputs.size > 0) refuse("per_layer_inputs");
+  size_t index = 0;
+  for (const Json& layer : root.at("layers").elements()) {
+    const LayerConfig& read = config.layers[index++];
+    // Its last op is joined with the norm that follows.
+    if (std::visit([](const auto& mlp) { return mlp.has_experts(); }, read.mlp)) {
+      layer.at("mlp").refuse("no mixture of experts in a drafter of kind 'dflash2'");
+    }
+  }
 }
 
 // The context of a block drafter is keys and values of plain weights.
@@ -75,7 +94,9 @@ void check_block_layers(const DecoderConfig& config, const Json& layers) {
     layer.at("attention")
         .refuse(
             "multi-head attention with keys and values of its own and qkv in plain format, or "
-            "compressed attention without a compressor, in a drafter of kind 'dflash' or 'dspark'");
+            "compressed attention without a compressor, in a drafter of kind 'dflash', 'dflash2' "
+            "or "
+            "'dspark'");
   }
 }
 
@@ -89,8 +110,8 @@ DecoderConfig parse_decoder_config(std::string_view json) {
       "max_position",   "norm_eps",     "norm_weight_offset", "embed_scale",
       "logit_soft_cap", "ties_lm_head", "has_post_norms",     "ropes",
       "layers"};
-  constexpr std::array<std::string_view, 4> kOptional = {"has_layer_scale", "per_layer_inputs",
-                                                         "drafter", "streams"};
+  constexpr std::array<std::string_view, 5> kOptional = {"has_layer_scale", "per_layer_inputs",
+                                                         "drafter", "streams", "logit_scale"};
   root.check_keys(kKeys, kOptional);
   if (root.at("format").as_string() != "paceline-decoder-1") {
     root.at("format").refuse("'paceline-decoder-1'");
@@ -110,6 +131,9 @@ DecoderConfig parse_decoder_config(std::string_view json) {
     root.at("norm_weight_offset").refuse("0, 1");
   }
   config.embed_scale = read_positive(root.at("embed_scale"));
+  if (const std::optional<Json> scale = root.find("logit_scale")) {
+    config.logit_scale = read_positive(*scale);
+  }
   config.logit_soft_cap = read_cap(root.at("logit_soft_cap"));
   config.ties_lm_head = root.at("ties_lm_head").as_bool();
   config.has_post_norms = root.at("has_post_norms").as_bool();
@@ -150,6 +174,7 @@ DecoderConfig parse_decoder_config(std::string_view json) {
   for (const Json& layer : layers.elements()) config.layers.push_back(read_layer(layer, config));
   if (config.drafter && config.drafter->kind == DrafterKind::kBlock) {
     check_block_layers(config, layers);
+    if (config.drafter->block.conv.is_used()) check_convolved(config, root);
   }
   return config;
 }

@@ -58,6 +58,30 @@ enum class MarkovHead : uint8_t { kNone, kVanilla, kGated, kRnn };
 // (BlockConfig::confidence_before_norm).
 enum class ConfidenceHead : uint8_t { kNone, kHidden, kHiddenAndToken };
 
+// The convolution of a block drafter's layers, over the rows of a block (ops/block_conv.h). Around
+// attention, and in the same way around the MLP, with weights of its own:
+//   n = rms_norm(x);  [delta_in ; delta_out] = kernel n
+//   n = conv(n, base_in, delta_in);  o = attention(n);  x += conv(o, base_out, delta_out)
+// Rows of the context pass through none.
+struct BlockConvConfig {
+  int32_t taps = 0;   // rows that a row reads, its own first; 0: there is no convolution
+  int32_t group = 0;  // elements that share an element of delta; divides hidden
+
+  [[nodiscard]] bool is_used() const { return taps > 0; }
+  // Outputs of the kernel: taps of delta_in, then taps of delta_out.
+  [[nodiscard]] int64_t outputs(int32_t hidden) const {
+    return int64_t{2} * taps * (hidden / group);
+  }
+};
+
+// The head of DFlash2, which chooses a draft among the `top` tokens with the highest logits U by
+// the token before, x, and the hidden state h that the lm_head reads (ops/candidates.h):
+//   score(c) = U[c] + sum over r of predecessors[x]_r (W h)_r successors[c]_r
+struct SelectorConfig {
+  int32_t rank = 0;
+  int32_t top = 0;  // 0: there is no selector
+};
+
 // What the rows of a block see of each other in one kind of layers.
 struct BlockMask {
   bool is_causal = false;  // a row sees those before it; otherwise every row of its block
@@ -82,6 +106,8 @@ struct BlockConfig {
   // float32. Only with several streams.
   bool confidence_before_norm = false;
   bool has_confidence_bias = false;  // b; otherwise it is 0
+  BlockConvConfig conv;
+  SelectorConfig selector;
 
   // Inputs and outputs of Wg or Wz, in a drafter of `hidden`.
   [[nodiscard]] int64_t markov_inputs(int32_t hidden) const {
@@ -129,7 +155,7 @@ struct CentroidsConfig {
 //            layers; h_s are the target's streams after its last layer.
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
-//   Block (DFlash, DSpark): c = hidden_norm(fc(residual streams of the target entering
+//   Block (DFlash, DFlash2, DSpark): c = hidden_norm(fc(residual streams of the target entering
 //            aux_layers)), of tokens whose hidden states are known; of several streams, their mean.
 //            Each layer makes their K and V from c. A block of rows then passes through the layers
 //            and attends to these, too.
@@ -181,6 +207,7 @@ struct DecoderConfig {
   float norm_eps = 0;
   float norm_weight_offset = 0;  // 0, or 1 where norms multiply by (1 + w)
   float embed_scale = 1;
+  float logit_scale = 1;         // logits are lm_head x, times this, and then capped
   float logit_soft_cap = 0;      // as AttentionConfig::soft_cap, for logits
   bool ties_lm_head = false;     // the embedding table is the lm_head
   bool has_post_norms = false;   // Gemma's sandwich: norms after attention and after the MLP

@@ -2,11 +2,14 @@
 
 // The key "drafter" of a decoder description.
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <span>
 
 #include "model/description/config_reading.h"
+#include "ops/block_conv.h"
+#include "ops/candidates.h"
 
 namespace paceline {
 namespace {
@@ -70,20 +73,48 @@ void read_confidence(const Json& json, bool is_chain, BlockConfig& block) {
   constexpr std::array<std::string_view, 2> kOptional = {"before_norm", "lacks_bias"};
   json.check_keys(kKeys, kOptional);
   const Json reads_token = json.at("reads_token");
-  if (reads_token.as_bool() && !is_chain) reads_token.refuse("false where kind is 'dflash'");
+  if (reads_token.as_bool() && !is_chain) reads_token.refuse("false where kind is not 'dspark'");
   block.confidence =
       reads_token.as_bool() ? ConfidenceHead::kHiddenAndToken : ConfidenceHead::kHidden;
   block.confidence_before_norm = read_switch(json, "before_norm");
   block.has_confidence_bias = !read_switch(json, "lacks_bias");
 }
 
-// `is_chain`: drafts depend on those before them, by a Markov head.
-[[nodiscard]] BlockConfig read_block(const Json& json, bool is_chain, int32_t hidden,
+[[nodiscard]] BlockConvConfig read_convolution(const Json& json, int32_t hidden) {
+  constexpr std::array<std::string_view, 2> kKeys = {"taps", "group"};
+  json.check_keys(kKeys);
+  BlockConvConfig conv;
+  conv.taps = read_int(json, "taps", 1, kMaxConvTaps);
+  conv.group = read_int(json, "group", 1, hidden);
+  if (hidden % conv.group != 0) {
+    json.at("group").refuse(concat("divisors of hidden_size, ", hidden));
+  }
+  return conv;
+}
+
+[[nodiscard]] SelectorConfig read_selector(const Json& json, int32_t vocab_size) {
+  constexpr std::array<std::string_view, 2> kKeys = {"rank", "top"};
+  json.check_keys(kKeys);
+  return {.rank = read_int(json, "rank", 1, kMaxSelectorRank),
+          .top = read_int(json, "top", 1, std::min(kMaxCandidates, vocab_size))};
+}
+
+// `kind`: "dflash", "dflash2" or "dspark", whose drafts depend on those before them by a Markov
+// head.
+[[nodiscard]] BlockConfig read_block(const Json& json, std::string_view kind, int32_t hidden,
                                      int32_t vocab_size) {
   constexpr std::array<std::string_view, 5> kKeys = {"size", "mask_token", "samples_from_anchor",
                                                      "full", "sliding"};
-  constexpr std::array<std::string_view, 2> kOptional = {"confidence", "markov"};
-  json.check_keys(kKeys, std::span(kOptional).first(is_chain ? 2 : 1));
+  constexpr std::array<std::string_view, 1> kOptional = {"confidence"};
+  constexpr std::array<std::string_view, 2> kChainKeys = {"confidence", "markov"};
+  constexpr std::array<std::string_view, 3> kSelectorKeys = {"confidence", "convolution",
+                                                             "selector"};
+  const bool is_chain = kind == "dspark";
+  const bool selects = kind == "dflash2";
+  std::span<const std::string_view> optional = kOptional;
+  if (is_chain) optional = kChainKeys;
+  if (selects) optional = kSelectorKeys;
+  json.check_keys(kKeys, optional);
   BlockConfig block;
   block.samples_from_anchor = json.at("samples_from_anchor").as_bool();
   block.size = read_int(json, "size", block.samples_from_anchor ? 1 : 2, kMaxDraftBlock);
@@ -91,6 +122,10 @@ void read_confidence(const Json& json, bool is_chain, BlockConfig& block) {
   block.full = read_block_mask(json.at("full"), /*is_sliding=*/false);
   block.sliding = read_block_mask(json.at("sliding"), /*is_sliding=*/true);
   if (is_chain) read_markov(json.at("markov"), hidden, block);
+  if (selects) {
+    block.conv = read_convolution(json.at("convolution"), hidden);
+    block.selector = read_selector(json.at("selector"), vocab_size);
+  }
   if (const std::optional<Json> confidence = json.find("confidence")) {
     read_confidence(*confidence, is_chain, block);
   }
@@ -120,11 +155,12 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   } else if (kind.as_string() == "gemma4_mtp") {
     drafter.kind = DrafterKind::kGemma4Mtp;
     optional = kGemma4MtpKeys;
-  } else if (kind.as_string() == "dflash" || kind.as_string() == "dspark") {
+  } else if (kind.as_string() == "dflash" || kind.as_string() == "dflash2" ||
+             kind.as_string() == "dspark") {
     drafter.kind = DrafterKind::kBlock;
     optional = kBlockKeys;
   } else if (kind.as_string() != "eagle") {
-    kind.refuse("'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dspark'");
+    kind.refuse("'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
   }
   const bool is_eagle3 = drafter.kind == DrafterKind::kEagle3;
   const bool is_mtp = drafter.kind == DrafterKind::kMtp;
@@ -142,8 +178,7 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   const bool is_block = drafter.kind == DrafterKind::kBlock;
   if (is_eagle3 || is_block) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
   if (is_block) {
-    const bool is_chain = kind.as_string() == "dspark";
-    drafter.block = read_block(json.at("block"), is_chain, hidden, vocab_size);
+    drafter.block = read_block(json.at("block"), kind.as_string(), hidden, vocab_size);
     drafter.fc = read_format(json, "fc", {"fc's input", drafter.fc_width()},
                              /*is_of_experts=*/false);
   }

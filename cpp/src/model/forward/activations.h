@@ -48,6 +48,9 @@ struct Activations {
   void* gate_up;    // [rows, 2 * intermediate], or as many for each expert row
   void* activated;  // [rows, intermediate], or as many for each expert row
   void* per_layer;  // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
+  // [rows of blocks, BlockConvConfig::outputs] in a block drafter's pass over blocks that are
+  // convolved, else null
+  float* conv_delta = nullptr;
   AllKinds::Scratch kinds;
   DType dtype;
 

@@ -167,6 +167,48 @@ void BlockDrafter::add_markov(Ctx& ctx, const ChainedDraft& draft, const Activat
 }
 
 template <class Ctx>
+void BlockDrafter::score_candidates(Ctx& ctx, const AllDrafts& drafts,
+                                    const Activations& activations, const float* logits,
+                                    int32_t vocab_limit, const BlockHeadScratch& scratch) const {
+  const DraftHeadWeights& w = decoder_.weights().head;
+  const int32_t max_rows = drafts.num_drafts * drafts.max_seqs;
+  const CandidateLists& lists = scratch.lists;
+  ctx.run(select_proposals,
+          SelectProposalsParams{
+              .num_rows = drafts.num_rows,
+              .max_rows = max_rows,
+              .logits = logits,
+              .logits_stride = config().num_logits(),
+              .vocab_limit = vocab_limit,
+              .row_index = drafts.row_index,
+              .seq_slot = drafts.seq_slot,
+              .token_map = draft_to_target(),
+              .token_limit = config().vocab_size,
+              .token_map_stride = 0,
+              .draft_step = nullptr,
+              .num_draft_tokens = 0,
+              .proposals = {.ids = lists.ids, .logits = lists.logits, .per_draft = lists.count},
+              .proposal_rows = nullptr,
+              .is_by_row = true});
+  project(ctx, {.num_rows = drafts.num_rows, .max_rows = max_rows}, w.selector,
+          {.x = activations.normed,
+           .y = scratch.projected,
+           .x_dtype = activations.dtype,
+           .y_dtype = DType::kFloat32});
+  ctx.run(score_pairs, ScorePairsParams{.num_seqs = drafts.num_seqs,
+                                        .max_seqs = drafts.max_seqs,
+                                        .num_drafts = drafts.num_drafts,
+                                        .lists = lists,
+                                        .newest = drafts.newest,
+                                        .projected = scratch.projected,
+                                        .predecessors = w.predecessors,
+                                        .successors = w.successors,
+                                        .vocab_size = config().vocab_size,
+                                        .rank = block().selector.rank,
+                                        .dtype = decoder_.weights().dtype});
+}
+
+template <class Ctx>
 void BlockDrafter::estimate_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
                                    const Activations& activations, const float* gathered,
                                    float* probability) const {
@@ -212,6 +254,9 @@ void BlockDrafter::estimate(Ctx& ctx, const RowCount& rows, int64_t first_row, c
                                                float*) const;                                     \
   template void BlockDrafter::add_markov<Ctx>(Ctx&, const ChainedDraft&, const Activations&,      \
                                               const BlockHeadScratch&, float*, const DrawParams*) \
+      const;                                                                                      \
+  template void BlockDrafter::score_candidates<Ctx>(                                              \
+      Ctx&, const AllDrafts&, const Activations&, const float*, int32_t, const BlockHeadScratch&) \
       const;                                                                                      \
   template void BlockDrafter::estimate_drafts<Ctx>(                                               \
       Ctx&, const int32_t*, int32_t, const Activations&, const float*, float*) const;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A drafter that makes all drafts of a window in one pass (DFlash, DSpark; DrafterConfig has the
-// equations). Its layers attend to keys and values of two kinds: those of tokens whose hidden
-// states the target has computed, made from these states, and those of the block's own rows, which
-// the next pass overwrites. Like Decoder it only sequences op calls.
+// A drafter that makes all drafts of a window in one pass (DFlash, DFlash2, DSpark; DrafterConfig
+// has the equations). Its layers attend to keys and values of two kinds: those of tokens whose
+// hidden states the target has computed, made from these states, and those of the block's own rows,
+// which the next pass overwrites. Like Decoder it only sequences op calls.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,17 +14,33 @@
 #include "metadata/pass_rows.h"
 #include "model/forward/decoder.h"
 #include "model/forward/layer_ops.h"
+#include "ops/candidates.h"
+#include "sample/reject.h"
 
 namespace paceline {
 
-// The scratch of a Markov head and of a confidence head, for one draft of each sequence. What the
-// drafter's heads do not use is null.
+// The scratch of the heads of a block drafter, for one draft of each sequence, and of a selector
+// for all drafts. What the drafter's heads do not use is null.
 struct BlockHeadScratch {
-  float* e = nullptr;       // [max_seqs, markov_rank] rows of W1, where more than W2 reads them
-  void* inputs = nullptr;   // [max_seqs, markov_inputs] dtype of the activations: of Wg or Wz
-  float* mix = nullptr;     // [max_seqs, markov_outputs] of Wg or Wz
-  float* state = nullptr;   // [max_seqs, markov_rank] of MarkovHead::kRnn, from draft to draft
-  void* factors = nullptr;  // [max_seqs, markov_rank] dtype of the activations: the input of W2
+  float* e = nullptr;          // [max_seqs, markov_rank] rows of W1, where more than W2 reads them
+  void* inputs = nullptr;      // [max_seqs, markov_inputs] dtype of the activations: of Wg or Wz
+  float* mix = nullptr;        // [max_seqs, markov_outputs] of Wg or Wz
+  float* state = nullptr;      // [max_seqs, markov_rank] of MarkovHead::kRnn, from draft to draft
+  void* factors = nullptr;     // [max_seqs, markov_rank] dtype of the activations: the input of W2
+  CandidateLists lists;        // of a selector: [max_seqs * k] rows
+  float* projected = nullptr;  // [max_seqs * k, selector rank] W h
+  float* followed = nullptr;   // [max_seqs, selector top] scores of a draft's candidates
+};
+
+// The drafts of the sequences of a pass: draft j of sequence i is row j * max_seqs + i.
+struct AllDrafts {
+  const int32_t* num_seqs;  // [1] those that draft
+  int32_t max_seqs;
+  int32_t num_drafts;
+  const int32_t* num_rows;   // [1] num_drafts * max_seqs
+  const int32_t* row_index;  // [num_drafts * max_seqs] rows of seq_slot
+  const int32_t* seq_slot;   // by row of the pass
+  const int32_t* newest;     // [max_seqs] the token before the first draft
 };
 
 // One draft of the sequences of a pass, which depends on the token before it.
@@ -83,6 +99,13 @@ class BlockDrafter {
   template <class Ctx>
   void add_markov(Ctx& ctx, const ChainedDraft& draft, const Activations& activations,
                   const BlockHeadScratch& scratch, float* logits, const DrawParams* drawing) const;
+
+  // Right after `logits`: the candidates of all drafts, and the score of each pair of candidates of
+  // two drafts, to scratch.lists. Only with a selector.
+  template <class Ctx>
+  void score_candidates(Ctx& ctx, const AllDrafts& drafts, const Activations& activations,
+                        const float* logits, int32_t vocab_limit,
+                        const BlockHeadScratch& scratch) const;
 
   // For the rows of `logits`, right after it: what a confidence head reads before the final norm,
   // to activations.embedded, where it stays until the next pass; and the estimates of one that

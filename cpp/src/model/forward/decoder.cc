@@ -14,10 +14,31 @@
 #include "model/description/kv_shapes.h"
 #include "model/forward/layer_ops.h"
 #include "model/forward/residual.h"
+#include "ops/block_conv.h"
 #include "ops/streams.h"
 
 namespace paceline {
 namespace {
+
+// The convolution of x [rows, hidden], of a branch's input or of its output.
+ConvolveBlocksParams convolution(const DecoderConfig& config, const BlockConvWeights& weights,
+                                 const PassRows& rows, const Activations& activations, void* x,
+                                 bool is_output) {
+  const BlockConvConfig& conv = config.drafter->block.conv;
+  const int64_t outputs = conv.outputs(config.hidden);
+  return {.num_seqs = rows.num_seqs,
+          .max_seqs = rows.max_seqs,
+          .row_indptr = rows.row_indptr,
+          .max_rows_per_seq = rows.max_rows_per_seq,
+          .x = x,
+          .base = weights.base + (is_output ? int64_t{conv.taps} * config.hidden : 0),
+          .delta = activations.conv_delta + (is_output ? outputs / 2 : 0),
+          .delta_stride = outputs,
+          .num_taps = conv.taps,
+          .group = conv.group,
+          .hidden = config.hidden,
+          .dtype = activations.dtype};
+}
 
 // Copies the residual stream of the rows of all captures that have `layer`.
 template <class Ctx>
@@ -144,6 +165,28 @@ std::optional<CombineExpertsParams> Decoder::mlp(Ctx& ctx, int32_t layer, const 
 }
 
 template <class Ctx>
+void Decoder::convolve_input(Ctx& ctx, const BlockConvWeights& weights, const PassRows& rows,
+                             const Activations& activations) const {
+  if (weights.base == nullptr) return;
+  PACELINE_CHECK(activations.conv_delta != nullptr, "this pass is not over blocks");
+  project(ctx, row_count(rows), weights.kernel,
+          {.x = activations.normed,
+           .y = activations.conv_delta,
+           .x_dtype = activations.dtype,
+           .y_dtype = DType::kFloat32});
+  ctx.run(convolve_blocks, convolution(config(), weights, rows, activations, activations.normed,
+                                       /*is_output=*/false));
+}
+
+template <class Ctx>
+void Decoder::convolve_output(Ctx& ctx, const BlockConvWeights& weights, const PassRows& rows,
+                              const Activations& activations) const {
+  if (weights.base == nullptr) return;
+  ctx.run(convolve_blocks, convolution(config(), weights, rows, activations, activations.branch,
+                                       /*is_output=*/true));
+}
+
+template <class Ctx>
 void Decoder::make_per_layer_inputs(Ctx& ctx, const PassRows& rows,
                                     const Activations& activations) const {
   const DecoderConfig& c = config();
@@ -256,8 +299,10 @@ void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetad
 
 bool Decoder::picks_output() const {
   const DecoderConfig& c = config();
-  // Per-layer inputs and several streams have rows of their own for every layer.
-  return c.streams.count == 1 && c.per_layer_inputs.size == 0 &&
+  // Per-layer inputs and several streams have rows of their own for every layer, and a convolution
+  // reads other rows.
+  const bool is_convolved = c.drafter && c.drafter->block.conv.is_used();
+  return !is_convolved && c.streams.count == 1 && c.per_layer_inputs.size == 0 &&
          std::visit([](const auto& attention) { return attention.kPicksRows; },
                     c.layers.back().attention);
 }
@@ -301,6 +346,7 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     }
     if (taps_layers) tap_layer(layer);
     capture_layer(ctx, taps.captures, layer, activations.residual, c.hidden);
+    convolve_input(ctx, lw.attn_conv, rows, activations);
     const void* const input = has_input ? first_input : activations.normed;
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
     if (layer == num_whole) {
@@ -310,9 +356,12 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     }
     attention(ctx, layer,
               attention_pass(layer, input, rows, groups, activations, /*output=*/nullptr));
+    convolve_output(ctx, lw.attn_conv, rows, activations);
     residual.join(&attended, {.norm = lw.mlp_norm, .y = activations.normed, .mix = lw.mlp_mix});
+    convolve_input(ctx, lw.mlp_conv, rows, activations);
     last = {
         .norm = lw.mlp_post_norm, .scale = nullptr, .places = mlp(ctx, layer, rows, activations)};
+    convolve_output(ctx, lw.mlp_conv, rows, activations);
     if (has_per_layer) {
       residual.join(&last, {.y = activations.normed});
       per_layer_branch(ctx, layer, rows, activations);

@@ -145,6 +145,14 @@ class Decoder {
   [[nodiscard]] std::optional<CombineExpertsParams> mlp(Ctx& ctx, int32_t layer,
                                                         const PassRows& rows,
                                                         const Activations& activations) const;
+  // The convolution around a branch (BlockConvConfig), which does nothing in a model without it:
+  // of the branch's input, with the deltas of both, and of its output.
+  template <class Ctx>
+  void convolve_input(Ctx& ctx, const BlockConvWeights& weights, const PassRows& rows,
+                      const Activations& activations) const;
+  template <class Ctx>
+  void convolve_output(Ctx& ctx, const BlockConvWeights& weights, const PassRows& rows,
+                       const Activations& activations) const;
   // What follows the attention of the last layer, of the rows whose output is read.
   template <class Ctx>
   void finish_rows(Ctx& ctx, int32_t layer, const Branch& attended, const OutputRows& output,

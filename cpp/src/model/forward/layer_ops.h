@@ -100,15 +100,16 @@ void normalise(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, cons
                                   .y_dtype = n.y_dtype});
 }
 
-// Applies the soft cap of the logits, if the model has one.
+// Applies the factor and the soft cap of the logits, if the model has them.
 template <class Ctx>
 void cap_logits(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, float* logits) {
-  if (!(config.logit_soft_cap > 0)) return;
+  if (!(config.logit_soft_cap > 0) && config.logit_scale == 1) return;
   ctx.run(soft_cap, SoftCapParams{.num_rows = rows.num_rows,
                                   .max_rows = rows.max_rows,
                                   .logits = logits,
                                   .cap = config.logit_soft_cap,
-                                  .n = config.num_logits()});
+                                  .n = config.num_logits(),
+                                  .scale = config.logit_scale});
 }
 
 }  // namespace paceline

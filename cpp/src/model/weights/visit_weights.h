@@ -31,6 +31,21 @@ void visit_stream_mix(const DecoderConfig& config, const std::string& name, bool
   visit.vector(weights.scale, VectorKind::kScale, {{name + ".scale", is_end ? 1 : 3}});
 }
 
+// Nothing without convolutions. `name` ends with "conv".
+template <class Weights, class Visitor>
+void visit_block_conv(const DecoderConfig& config, const std::string& name, Weights& weights,
+                      Visitor& visit) {
+  if (!config.drafter || !config.drafter->block.conv.is_used()) return;
+  const BlockConvConfig& conv = config.drafter->block.conv;
+  visit.floats(weights.base, {.name = name + ".base", .rows = conv.taps, .num_experts = 2},
+               config.hidden);
+  const std::string kernel = name + ".kernel";
+  visit.linear(weights.kernel, {.name = kernel,
+                                .parts = {{kernel, conv.outputs(config.hidden)}},
+                                .cols = config.hidden,
+                                .has_float_output = true});
+}
+
 template <class Layer, class Visitor>
 void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weights,
                          Visitor& visit) {
@@ -70,6 +85,8 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
   }
   visit_stream_mix(config, its.name + "attn_mix", /*is_end=*/false, weights.attn_mix, visit);
   visit_stream_mix(config, its.name + "mlp_mix", /*is_end=*/false, weights.mlp_mix, visit);
+  visit_block_conv(config, its.name + "attn_conv", weights.attn_conv, visit);
+  visit_block_conv(config, its.name + "mlp_conv", weights.mlp_conv, visit);
 }
 
 // The weights of a draft head besides its layers.
@@ -122,6 +139,15 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
                                       .rows = LinearRows::kLogits,
                                       .has_float_output = true});
     visit.vector(weights.markov_mix.bias, VectorKind::kBias, mix);
+  }
+  if (const SelectorConfig& selector = block.selector; selector.top > 0) {
+    visit.table(weights.predecessors, {"selector.predecessors", config.vocab_size}, selector.rank);
+    visit.table(weights.successors, {"selector.successors", config.vocab_size}, selector.rank);
+    visit.linear(weights.selector, {.name = "selector",
+                                    .parts = {{"selector", selector.rank}},
+                                    .cols = config.hidden,
+                                    .rows = LinearRows::kLogits,
+                                    .has_float_output = true});
   }
   if (block.confidence != ConfidenceHead::kNone) {
     visit.floats(weights.confidence, {"confidence.weight", 1},

@@ -251,8 +251,12 @@ void Carver::table(const std::byte*& table, const WeightPart& part, int64_t cols
 
 void Carver::floats(const float*& matrix, const WeightPart& part, int64_t cols) {
   matrix = reinterpret_cast<const float*>(open());
+  NamedWeight named = {.name = part.name};
+  if (part.num_experts > 0) named.shape[named.rank++] = part.num_experts;
+  named.shape[named.rank++] = part.rows;
   // One column is a vector.
-  add({.name = part.name, .shape = {part.rows, cols}, .rank = cols == 1 ? size_t{1} : size_t{2}});
+  if (cols > 1) named.shape[named.rank++] = cols;
+  add(std::move(named));
 }
 
 void Carver::tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional) {

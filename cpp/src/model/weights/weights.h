@@ -41,6 +41,12 @@ struct StreamMixWeights {
   const float* scale = nullptr;
 };
 
+// The convolution around a branch of a block drafter's layer (BlockConvConfig), else absent.
+struct BlockConvWeights {
+  const float* base = nullptr;  // [2 * taps, hidden] taps of base_in, then of base_out
+  Linear kernel;                // to [2 * taps * hidden / group]
+};
+
 // All pointers are 64 B aligned and point into DecoderWeights::arena. visit_weights.h has the
 // shapes of the matrices.
 struct LayerWeights {
@@ -57,6 +63,8 @@ struct LayerWeights {
   const float* scale = nullptr;           // [1] scale of the residual stream, or null
   StreamMixWeights attn_mix;
   StreamMixWeights mlp_mix;
+  BlockConvWeights attn_conv;
+  BlockConvWeights mlp_conv;
 };
 
 // The weights of a draft head (DrafterConfig) besides its layers.
@@ -74,6 +82,10 @@ struct DraftHeadWeights {
   const std::byte* markov_table = nullptr;
   Linear markov;
   Linear markov_mix;
+  // With a selector, else absent: the codebooks [vocab_size, rank], and W.
+  const std::byte* predecessors = nullptr;
+  const std::byte* successors = nullptr;
+  Linear selector;
   // With a confidence head, else null: [BlockConfig::confidence_inputs] and, with a bias, [1].
   const float* confidence = nullptr;
   const float* confidence_bias = nullptr;
