@@ -28,7 +28,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "common/convert.cuh"
 #include "common/launch.cuh"
@@ -121,7 +120,7 @@ struct KeyHeadRows {
   [[nodiscard]] __device__ __forceinline__ T* record_of(int64_t slot) const {
     const int32_t block_size = p.records.block_size;
     if (slot < block_size) return nullptr;
-    const int64_t block = slot <= std::numeric_limits<int32_t>::max()
+    const int64_t block = slot <= INT32_MAX
                               ? static_cast<int32_t>(slot) / block_size
                               : slot / block_size;
     return reinterpret_cast<T*>(record_at(block, static_cast<int32_t>(slot - block * block_size)));

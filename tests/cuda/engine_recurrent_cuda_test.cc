@@ -79,7 +79,7 @@ TEST_F(CudaRecurrent, HitsAndMissesHaveTheSameOutput) {
   Executor never(target, nullptr, options);
   options = options_of(3);
   options.state_interval = 32;
-  options.kv_cache_bytes = 160 << 20;
+  options.kv_cache_bytes = int64_t{640} << 20;
   options.prefill_chunk_size = 50;
   Executor cached(target, on_gpu(large_heads(), 5), options);
   std::vector<std::vector<int32_t>> earlier;

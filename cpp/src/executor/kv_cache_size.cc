@@ -72,14 +72,18 @@ int64_t window_tokens(int32_t window, const ExecutorOptions& o) {
 // Tokens whose blocks all sequences hold in a layer that hands on, and those that the prefix cache
 // keeps of as many sequences.
 int64_t handed_on_tokens(const ExecutorOptions& o) {
-  // The block before the row's own, its own, and one that later ones begin or that waits in
+  // The block before the row's own, its own, and two that later ones begin or that wait in
   // quarantine.
-  constexpr int64_t kHeld = 3;
-  // Each of the chunks in flight of a prompt leaves two.
-  constexpr int64_t kOfPrompts = 10;
+  constexpr int64_t kHeld = 4;
+  // Chunks of a prompt that are in flight, or whose blocks wait in quarantine.
+  constexpr int64_t kChunks = 5;
+  const int64_t interval = std::max(o.state_interval, 1);
   const int64_t held = kHeld + extra_tokens(o) / o.block_size - 2;
-  const int64_t kept = 2 + o.max_model_len / std::max(o.state_interval, 1);
-  const int64_t blocks = times(o.max_num_seqs, held + kept) + kOfPrompts;
+  const int64_t kept = 2 + o.max_model_len / interval;
+  // Each chunk leaves two blocks beside those that it keeps.
+  const int32_t rows = o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens;
+  const int64_t of_prompts = 2 * kChunks + 3 + kChunks * rows / interval;
+  const int64_t blocks = times(o.max_num_seqs, held + kept) + of_prompts;
   return times(blocks, o.block_size);
 }
 

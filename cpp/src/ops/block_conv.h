@@ -16,7 +16,7 @@ struct CpuContext;
 struct CudaContext;
 
 // The most rows that a row of a convolution reads.
-inline constexpr int32_t kMaxConvTaps = 16;
+inline constexpr int32_t kMaxBlockConvTaps = 16;
 
 // In place, for the rows of each block:
 //   y_i = sum over t of x_{i-t} * (base[t] + delta_i[t])
@@ -34,7 +34,7 @@ struct ConvolveBlocksParams {
   const float* base;   // [num_taps, hidden]
   const float* delta;  // [rows, num_taps * hidden / group], rows delta_stride apart
   int64_t delta_stride;
-  int32_t num_taps;  // 1 to kMaxConvTaps
+  int32_t num_taps;  // 1 to kMaxBlockConvTaps
   int32_t group;     // divides hidden
   int32_t hidden;
   DType dtype = DType::kFloat32;

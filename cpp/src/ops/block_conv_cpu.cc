@@ -37,8 +37,8 @@ struct ConvolveRowKernel {
 }  // namespace
 
 void check_convolution(const ConvolveBlocksParams& p) {
-  PACELINE_CHECK(p.num_taps >= 1 && p.num_taps <= kMaxConvTaps, p.num_taps, " taps; allowed: 1 to ",
-                 kMaxConvTaps);
+  PACELINE_CHECK(p.num_taps >= 1 && p.num_taps <= kMaxBlockConvTaps, p.num_taps,
+                 " taps; allowed: 1 to ", kMaxBlockConvTaps);
   PACELINE_CHECK(p.group >= 1 && p.hidden % p.group == 0, "groups of ", p.group,
                  " elements do not divide rows of ", p.hidden);
 }

@@ -84,7 +84,7 @@ void read_confidence(const Json& json, bool is_chain, BlockConfig& block) {
   constexpr std::array<std::string_view, 2> kKeys = {"taps", "group"};
   json.check_keys(kKeys);
   BlockConvConfig conv;
-  conv.taps = read_int(json, "taps", 1, kMaxConvTaps);
+  conv.taps = read_int(json, "taps", 1, kMaxBlockConvTaps);
   conv.group = read_int(json, "group", 1, hidden);
   if (hidden % conv.group != 0) {
     json.at("group").refuse(concat("divisors of hidden_size, ", hidden));
