@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline import _core, doctor, memory
+from paceline import _core, doctor, reports
 from paceline.device import (
     CUBLASLT_NAME,
     CUBLASLT_VARIABLE,
@@ -106,20 +106,20 @@ def test_the_memory_plan_as_text() -> None:
         "owner": "target", "kind": "full", "window": 0, "num_layers": 3, "block_size": 16,
         "block_bytes": 1 << 16, "tokens_per_entry": 1,
     }  # fmt: skip
-    size = memory.group_max_bytes(group, max_num_seqs=2, max_model_len=33)
+    size = reports.group_max_bytes(group, max_num_seqs=2, max_model_len=33)
     assert size == 2 * 3 * (1 << 16)
     sliding = group | {"kind": "sliding", "window": 8}
-    assert memory.group_max_bytes(sliding, max_num_seqs=1, max_model_len=4096) == 2 << 16
+    assert reports.group_max_bytes(sliding, max_num_seqs=1, max_model_len=4096) == 2 << 16
     entries = group | {"kind": "compressed", "tokens_per_entry": 4}
-    assert memory.group_max_bytes(entries, max_num_seqs=1, max_model_len=67) == 1 << 16
-    assert memory.group_max_bytes(entries, max_num_seqs=1, max_model_len=68) == 2 << 16
+    assert reports.group_max_bytes(entries, max_num_seqs=1, max_model_len=67) == 1 << 16
+    assert reports.group_max_bytes(entries, max_num_seqs=1, max_model_len=68) == 2 << 16
     report = {
         "device": "cuda", "target_weight_bytes": 3 << 20, "draft_weight_bytes": 1 << 19,
         "kv_pool_bytes": 64 << 20, "workspace_bytes": 5 << 20, "graph_bytes": 7 << 20,
         "workspace": {"draws": 1 << 20, "logits": 4 << 20, "step state": 512},
         "groups": [group | {"max_bytes": size}],
     }  # fmt: skip
-    assert memory.memory_plan(report) == (
+    assert reports.memory_plan(report) == (
         "cuda memory in MiB: weights 3.0 + 0.5 (drafter); KV pool 64.0 (target full x 3: up "
         "to 0.4); workspace 5.0 (logits 4.0, draws 1.0); graphs 7.0"
     )
