@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from paceline._core import ModelFileError
@@ -112,7 +111,7 @@ class Section:
         values: Mapping[str, object],
         source: str,
         path: str = "",
-        defaults: Defaults = MappingProxyType({}),
+        defaults: Defaults | None = None,
     ) -> None:
         """Wraps an object.
 
@@ -126,7 +125,7 @@ class Section:
         self.values = values
         self.source = source
         self.path = path
-        self._defaults = defaults
+        self._defaults = defaults or {}
 
     def with_defaults(self, defaults: Defaults) -> Section:
         """The same object with values for keys that it may leave out."""
