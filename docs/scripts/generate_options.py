@@ -29,6 +29,15 @@ _PART: Final = re.compile(r"(// generated: (\w+)[^\n]*\n).*?([ ]*// end of gener
 _STRUCTS: Final = {"SpeculativeOptions": SPECULATIVE, "ExecutorOptions": ENGINE}
 _MAX_LINE: Final = 100
 _MAX_INT32: Final = 2**31 - 1
+# C++'s types in Python, as the binding converts them; those that have names are enumerations.
+_IN_PYTHON: Final = {
+    "bool": "bool",
+    "double": "float",
+    "int32_t": "int",
+    "int64_t": "int",
+    "uint64_t": "int",
+    "std::shared_ptr<HostDrafter>": "object",
+}
 # Types that a comment of their own explains, with the values that they start with.
 _ZEROS: Final = {"bool": "false", "double": "0", "int32_t": "0", "int64_t": "0", "uint64_t": "0"}
 
@@ -202,6 +211,13 @@ def header(path: Path) -> str:
     return _PART.sub(lambda part: f"{part[1]}{_PARTS[part[2]]()}\n{part[3]}", path.read_text())
 
 
+def _python_type(cpp: str) -> str:
+    inner = re.fullmatch(r"std::optional<(.+)>", cpp)
+    if inner is not None:
+        return f"{_python_type(inner[1])} | None"
+    return _IN_PYTHON.get(cpp, "str")
+
+
 def types() -> str:
     """The module with the types of the arguments."""
     fields = "\n".join(
@@ -211,6 +227,12 @@ def types() -> str:
     keys = "\n".join(f"    {option.name}: {option.type}" for option in ARGUMENTS.values())
     speculative = "\n".join(
         f"    {option.name}: {option.type} = {_python(option.default)}" for option in KEYS.values()
+    )
+    of_executor = "\n".join(
+        f"    {option.name}: {_python_type(option.cpp['type'])}"
+        for options in (SPECULATIVE, ENGINE)
+        for option in options.values()
+        if option.cpp is not None and option.cpp["type"] not in _STRUCTS
     )
     return f'''# SPDX-License-Identifier: Apache-2.0
 """The types of the engine's options. Generated from options.toml; do not edit.
@@ -230,6 +252,12 @@ class EngineArguments(TypedDict, total=False):
     """The fields of `EngineConfig`, for the types of functions that pass them on."""
 
 {keys}
+
+
+class ExecutorOptions(TypedDict):
+    """The options of `_core.Executor`, as it reports them."""
+
+{of_executor}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,41 @@ class EngineArguments(TypedDict, total=False):
     hang_timeout_s: float | None
 
 
+class ExecutorOptions(TypedDict):
+    """The options of `_core.Executor`, as it reports them."""
+
+    drafter: object
+    num_speculative_tokens: int
+    rejection_sample_method: str
+    synthetic_acceptance_length: float
+    draft_sample_method: str
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    draft_driver: str
+    draft_stop_threshold: float
+    draft_position: str | None
+    draft_proposals: int
+    adaptive: bool | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk_size: int
+    max_waiting_requests: int
+    kv_cache_bytes: int
+    gpu_memory_utilization: float
+    block_size: int
+    enable_prefix_caching: bool
+    num_threads: int
+    max_logprobs: int
+    log_interval_s: float
+    hang_timeout_s: float
+    device_lateness: int
+    host_delay_max_us: int
+    draft_schedule_seed: int
+    use_null_device: bool
+    poison_freed_blocks: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineFields:
     """The values of an `EngineConfig`, which describes them; not checked yet."""

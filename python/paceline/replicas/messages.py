@@ -13,6 +13,7 @@ from paceline import _core
 
 if TYPE_CHECKING:
     from paceline.config import EngineConfig
+    from paceline.engine_options import ExecutorOptions
     from paceline.llm import LLM
     from paceline.loader import LoadedModel
     from paceline.speculative_config import SpeculativeConfig
@@ -120,7 +121,7 @@ class Facts:
     config: EngineConfig
     speculative: SpeculativeConfig | None
     max_model_len: int
-    options: dict[str, Any]
+    options: ExecutorOptions
     capabilities: dict[str, Any]
     memory_report: dict[str, Any]
     stats: dict[str, Any]

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from paceline.engine_options import ExecutorOptions
 from paceline.replicas.ledger import Ledger, Run
 from paceline.replicas.messages import EngineEvent, EngineRequest, Facts
 
@@ -122,7 +123,7 @@ class RemoteExecutor(ABC):
         """The number of replicas, whether they run or not."""
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> ExecutorOptions:
         """The options in effect of each engine."""
         return self.facts.options
 
