@@ -36,6 +36,9 @@ NUM_SCHEMAS = 300
 # Rows that predict the token at their position, or the one after it.
 BLOCKS = {
     "dflash": BlockSpec("z-lab", block_size=8, window=9),
+    "dflash2": BlockSpec(
+        "z-lab", block_size=8, window=9, is_causal=False, all_slide=True, taps=2, selector_top=16
+    ),
     "dspark": BlockSpec("speculators", block_size=7, window=9, markov_rank=8, is_causal=False),
 }
 METHODS = ("ngram", "draft_model", "eagle3", "custom")

@@ -18,9 +18,9 @@ namespace paceline {
 struct WeightPart {
   std::string name;  // canonical, without ".weight", ".scales" or ".bias"
   int64_t rows;
-  // Above 0: one tensor has `rows` rows for each expert (of a convolution: for the input and for the
-  // output of its branch), or each expert has a tensor of its own
-  // (LinearShape::is_per_expert), whose name ends with the expert's number.
+  // Above 0: one tensor has `rows` rows for each expert (of a convolution: for the input and for
+  // the output of its branch), or each expert has a tensor of its own (LinearShape::is_per_expert),
+  // whose name ends with the expert's number.
   int32_t num_experts = 0;
 };
 
