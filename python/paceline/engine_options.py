@@ -58,6 +58,7 @@ class ExecutorOptions(TypedDict):
     gpu_memory_utilization: float
     block_size: int
     enable_prefix_caching: bool
+    state_interval: int
     num_threads: int
     max_logprobs: int
     log_interval_s: float
