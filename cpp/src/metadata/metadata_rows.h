@@ -55,9 +55,10 @@ PACELINE_HOST_DEVICE inline void build_row(const PassRows& rows, const SlidingMe
   m.slot_mapping[row] = is_live ? slot_of(m.table, seq_slot, position) : 0;
   const int32_t from = is_live && m.block.is_anchored ? rows.block_first[row] : position;
   m.kv_begin[row] = is_live ? window_begin(from, m.window) : 0;
-  // A window of its own ends at the same distance behind the row as it begins before it.
+  // A window of its own ends at the same distance behind the row as it begins before it. The
+  // position of an inert row may be any number.
   const int32_t last = is_live ? last_visible(rows, m.block, row, position) : -1;
-  const bool is_near = m.block.is_anchored || last - position < m.window;
+  const bool is_near = !is_live || m.block.is_anchored || last - position < m.window;
   m.kv_end[row] = is_near ? last + 1 : position + m.window;
 }
 
