@@ -304,7 +304,8 @@ def test_reports_are_plain_data(llm: LLM) -> None:
     abilities = json.loads(json.dumps(llm.capabilities()))
     assert abilities["draft_sample_methods"] == ["probabilistic", "greedy"]
     assert abilities["max_draft_proposals"] == 256
-    with_a_model = ["draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash", "dspark"]
+    with_a_model = ["draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "dflash"]
+    with_a_model += ["dflash2", "dspark"]
     assert abilities["methods"] == [*with_a_model, "ngram", "custom"]
     assert abilities["later_methods"] == ["suffix"]
     assert abilities["draft_positions"] == ["last", "next"]

@@ -260,6 +260,4 @@ def test_refuses_what_is_no_drafter() -> None:
 
     refused("['drafter'] is None; allowed: a function of token ids", method="custom")
     refused("but method is 'ngram'; allowed: only with 'custom'", method="ngram", drafter=len)
-    refused(
-        "method 'custom' calls a function and has no model", method="custom", drafter=len, model="a"
-    )
+    refused("method is 'custom', which has no 'model'", method="custom", drafter=len, model="a")

@@ -58,6 +58,11 @@ class StagesSpec:
     layers: tuple[int, ...] = (1, 2, 3)
 
     @property
+    def taps(self) -> int:
+        """Taps of a convolution over the block, which these stages lack."""
+        return 0
+
+    @property
     def max_drafts(self) -> int:
         """The drafts of a whole block."""
         return self.block_size
