@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import paceline
 from paceline import LLM, SpeculativeConfig, _core, running_engine
 from paceline.loader import LoadedModel, load_checkpoint
 from paceline.option_schema import KEYS, Option
@@ -19,6 +20,8 @@ from paceline.speculative_fields import METHODS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python/paceline"
+#: Where it runs from, which may be an installed copy.
+INSTALLED = Path(paceline.__file__).parent
 # The modules that a configuration passes on its way.
 WALK = [
     *(f"speculative_{part}.py" for part in ("config", "fields", "checks")),
@@ -73,7 +76,7 @@ def refusal(run: Callable[[], Any]) -> tuple[str, str]:
     frames = [
         f"{Path(frame.filename).stem}.{frame.name}"
         for frame in traceback.extract_tb(error.value.__traceback__)
-        if Path(frame.filename).is_relative_to(PACKAGE)
+        if Path(frame.filename).is_relative_to(INSTALLED)
     ]
     # The helpers of checks.py are those of the schema, if that calls them.
     site = SCHEMA if SCHEMA in frames else frames[-1]
