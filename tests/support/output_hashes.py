@@ -91,9 +91,17 @@ def main(written: str, expected: str | None = None) -> int:
         print(f"{written}: {len(found)} hashes")
         return 0
     others = json.loads(Path(expected).read_text())
-    different = [name for name in sorted({*found, *others}) if found.get(name) != others.get(name)]
-    print(f"{written}: {len(found)} hashes, {len(different)} differ from {expected}", *different)
-    return 1 if different else 0
+    different = sorted(name for name in {*found} & {*others} if found[name] != others[name])
+    missing = sorted({*others} - {*found})
+    print(
+        f"{written}: of {len(others)} hashes in {expected}, {len(different)} differ",
+        f"and {len(missing)} are missing; {len({*found} - {*others})} are new",
+    )
+    for name in different:
+        print(f"differs: {name}")
+    for name in missing:
+        print(f"missing: {name}")
+    return 1 if different or missing else 0
 
 
 if __name__ == "__main__":
