@@ -23,6 +23,7 @@
 #include "runner/cpu_runner.h"
 #include "support/all_accepted.h"
 #include "support/draft_head_checks.h"
+#include "support/engine_checks.h"
 #include "support/invariance.h"
 #include "support/jobs.h"
 #include "support/mixture_checks.h"

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -14,7 +13,7 @@
 
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
-#include "support/compressed_checks.h"
+#include "support/engine_checks.h"
 #include "support/jobs.h"
 #include "support/recurrent_models.h"
 #include "support/seed.h"
@@ -44,13 +43,8 @@ TEST(EngineRecurrent, DraftsChangeNothing) {
       {1, 3, 8, 16}, 60, 60, options_of);
 }
 
-// Every option that must not change the output, with pools that are too small for all sequences.
 TEST(EngineRecurrent, SpeculativeEqualsPlain) {
-  const uint64_t first_seed = testing::seed_from_env(1);
-  testing::Tally tally;
-  for (uint64_t seed = first_seed; seed < first_seed + 16; ++seed) {
-    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
-    std::mt19937_64 random(seed);
+  testing::expect_pairs_equal_plain(1408 << 10, [](std::mt19937_64& random, uint64_t seed) {
     const testing::Pick pick{random};
     const RecurrentModel shape{
         .layers = pick(std::string("rrf"), std::string("fr"), std::string("r")),
@@ -59,18 +53,8 @@ TEST(EngineRecurrent, SpeculativeEqualsPlain) {
     const auto drafter = seed % 3 == 0   ? target
                          : seed % 3 == 1 ? recurrent_model(shape, seed + 1)
                                          : recurrent_model({.layers = "f"}, seed + 2);
-    const double temperature = pick(0.0, 0.7, 1.0);
-    std::vector<testing::Job> jobs =
-        testing::random_jobs(random, pick(1, 16, 40), 64, temperature, 140, 60);
-    if (random() % 2 == 0) testing::mix_sampling(jobs, random, 64);
-    testing::expect_equals_plain({.target = target,
-                                  .drafter = drafter,
-                                  .jobs = jobs,
-                                  .temperature = temperature,
-                                  .small_pool_bytes = 1408 << 10},
-                                 random, seed, tally);
-  }
-  tally.expect_all(10);
+    return testing::TargetAndDrafter{target, drafter};
+  });
 }
 
 // The samples of a request share its states and copy its open records. Prompts end everywhere in a
@@ -80,43 +64,18 @@ TEST(EngineRecurrent, SamplesAreThoseOfSeparateRequests) {
   const auto drafter = recurrent_model({.layers = "rf"}, 4);
   for (const int32_t block_size : {3, 16}) {
     for (int32_t length = 60; length < 77; ++length) {
-      std::mt19937_64 random(static_cast<uint64_t>(length));
-      Request request;
-      for (int32_t i = 0; i < length; ++i) request.prompt.push_back(random() % 64);
-      request.sampling = {.temperature = 1.0, .seed = 5, .max_tokens = 30};
+      SCOPED_TRACE("length " + std::to_string(length));
       ExecutorOptions options = options_of(3);
       options.block_size = block_size;
       options.poison_freed_blocks = true;
       options.enable_prefix_caching = false;
       Executor executor(target, drafter, options);
-      std::vector<testing::Job> jobs;
-      for (uint64_t sample = 0; sample < 3; ++sample) {
-        testing::Job& job = jobs.emplace_back(testing::Job{request.prompt, request.sampling});
-        job.sampling.seed += sample;
-      }
-      const std::vector<testing::Outcome> expected = testing::run(executor, jobs);
-      const int64_t shared_before = executor.stats().num_shared_tokens;
-      request.num_samples = 3;
-      ASSERT_TRUE(executor.add_request(request).has_value());
-      std::vector<std::vector<int32_t>> tokens(3);
-      for (int32_t left = 3; left > 0;) {
-        for (const RequestEvent& event : executor.poll(1)) {
-          std::vector<int32_t>& of_sample = tokens[static_cast<size_t>(event.sample)];
-          of_sample.insert(of_sample.end(), event.token_ids.begin(), event.token_ids.end());
-          if (event.finish_reason != FinishReason::kNone) --left;
-        }
-      }
-      for (size_t sample = 0; sample < 3; ++sample) {
-        ASSERT_EQ(tokens[sample], expected[sample].tokens) << "length " << length;
-      }
-      EXPECT_EQ(executor.stats().num_shared_tokens - shared_before, 2 * (length - 1));
-      EXPECT_EQ(executor.check_integrity(), "");
+      EXPECT_EQ(testing::expect_samples_equal_requests(executor, length), 2 * (length - 1));
     }
   }
 }
 
-// Requests that begin as earlier ones do, beside others that are cancelled: what a hit yields is
-// what a miss does. `pool_bytes` is room for the states of a few sequences, or for many.
+// `pool_bytes` is room for the states of a few sequences, or for many.
 ExecutorStats expect_hits_are_misses(int64_t pool_bytes, int32_t num_rounds) {
   const uint64_t seed = testing::seed_from_env(1);
   SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
@@ -133,29 +92,10 @@ ExecutorStats expect_hits_are_misses(int64_t pool_bytes, int32_t num_rounds) {
   options.device_lateness = 1;
   options.poison_freed_blocks = true;
   Executor cached(target, recurrent_model({.layers = "rf"}, 4), options);
-  std::vector<std::vector<int32_t>> earlier;
-  for (int32_t round = 0; round < num_rounds; ++round) {
-    std::vector<testing::Job> jobs = testing::random_jobs(random, 40, 64, round % 2 * 0.8, 30, 80);
-    for (testing::Job& job : jobs) {
-      if (earlier.empty() || random() % 5 == 0) continue;
-      const std::vector<int32_t>& begin = earlier[random() % earlier.size()];
-      const auto length = static_cast<std::ptrdiff_t>(random() % (begin.size() + 1));
-      job.prompt.insert(job.prompt.begin(), begin.begin(), begin.begin() + length);
-      if (job.prompt.size() > 100) job.prompt.resize(100);
-    }
-    const std::vector<testing::Outcome> expected = testing::run(never, jobs);
-    const std::vector<testing::Outcome> actual =
-        testing::run(cached, jobs, testing::random_jobs(random, 6, 64, 0), random());
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      EXPECT_EQ(actual[i].tokens, expected[i].tokens) << "round " << round << ", job " << i;
-      if (random() % 4 != 0) continue;
-      earlier.push_back(jobs[i].prompt);
-      earlier.back().insert(earlier.back().end(), expected[i].tokens.begin(),
-                            expected[i].tokens.end());
-    }
-    if (earlier.size() > 60) earlier.erase(earlier.begin(), earlier.begin() + 20);
-  }
-  EXPECT_EQ(cached.check_integrity(), "");
+  testing::expect_hits_equal_misses(
+      never, cached,
+      {.num_rounds = num_rounds, .longest_new = 30, .longest_prompt = 100, .most_tokens = 80},
+      random);
   return cached.stats();
 }
 

@@ -18,6 +18,7 @@
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
 #include "support/all_accepted.h"
+#include "support/engine_checks.h"
 #include "support/jobs.h"
 #include "support/tiny_models.h"
 
@@ -200,25 +201,8 @@ TEST(Engine, BadLogitsEndOneRequestOnly) {
   shape.nan_token = 63;
   const auto broken = tiny_model(shape, 3);
   std::mt19937_64 random(5);
-  std::vector<Job> jobs = random_jobs(random, 12, 63, 0.0);  // none contains token 63
-  Executor reference(sound, nullptr, small_engine_options(0));
-  const std::vector<Outcome> expected = run(reference, jobs);
-  for (const int32_t k : {0, 3}) {
-    std::vector<Job> all = jobs;
-    all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
-    Executor executor(broken, k > 0 ? broken : nullptr, small_engine_options(k));
-    const std::vector<Outcome> actual = run(executor, all);
-    EXPECT_EQ(actual.back().reason, FinishReason::kError);
-    EXPECT_TRUE(actual.back().tokens.empty());
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      const bool meets_nan = std::find(expected[i].tokens.begin(), expected[i].tokens.end(), 63) !=
-                             expected[i].tokens.end();
-      if (!meets_nan) {
-        EXPECT_EQ(actual[i].tokens, expected[i].tokens);
-      }
-    }
-    EXPECT_EQ(executor.check_integrity(), "");
-  }
+  testing::expect_bad_logits_end_one_request(sound, broken, random_jobs(random, 12, 63, 0.0),
+                                             small_engine_options);
 }
 
 TEST(Engine, ScoresAreLogitsAsTheyAre) {

@@ -8,12 +8,14 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
 #include "support/jobs.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 
@@ -69,6 +71,36 @@ inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& r
   }
   EXPECT_EQ(speculative.check_integrity(), "");
   tally.add(speculative, actual);
+}
+
+struct TargetAndDrafter {
+  std::shared_ptr<const Model> target;
+  std::shared_ptr<const Model> drafter;
+};
+
+// The same for 16 random pairs of models with prompts of up to 140 tokens, many of them in pools
+// that are too small for all sequences.
+inline void expect_pairs_equal_plain(
+    int64_t small_pool_bytes,
+    const std::function<TargetAndDrafter(std::mt19937_64&, uint64_t)>& models_of_seed) {
+  const uint64_t first_seed = seed_from_env(1);
+  Tally tally;
+  for (uint64_t seed = first_seed; seed < first_seed + 16; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const Pick pick{random};
+    const TargetAndDrafter models = models_of_seed(random, seed);
+    const double temperature = pick(0.0, 0.7, 1.0);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 16, 40), 64, temperature, 140, 60);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
+    expect_equals_plain({.target = models.target,
+                         .drafter = models.drafter,
+                         .jobs = jobs,
+                         .temperature = temperature,
+                         .small_pool_bytes = small_pool_bytes},
+                        random, seed, tally);
+  }
+  tally.expect_all(10);
 }
 
 }  // namespace paceline::testing

@@ -68,13 +68,8 @@ std::shared_ptr<const Model> mixture_on_gpu(uint64_t seed) {
 }
 
 ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
+  ExecutorOptions options = testing::gpu_engine_options(k, 24, 64 << 20);
   options.max_model_len = 512;
-  options.max_num_seqs = 24;
-  options.max_num_batched_tokens = 24 * 17;
-  options.kv_cache_bytes = 64 << 20;
-  options.speculative.num_speculative_tokens = k;
-  options.speculative.adaptive = false;
   return options;
 }
 

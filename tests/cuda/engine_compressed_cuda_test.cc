@@ -11,8 +11,8 @@
 
 #include <paceline/executor.h>
 
-#include "support/compressed_checks.h"
 #include "support/compressed_models.h"
+#include "support/engine_checks.h"
 #include "support/gpu.h"
 
 namespace paceline {
@@ -43,16 +43,7 @@ std::shared_ptr<const Model> on_gpu(const CompressedModel& shape, uint64_t seed)
   return compressed_model(shape, seed, DType::kBFloat16, Device::kCuda);
 }
 
-ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.speculative.adaptive = false;
-  options.max_model_len = 700;
-  options.max_num_seqs = 16;
-  options.max_num_batched_tokens = 16 * 17;
-  options.kv_cache_bytes = 512 << 20;
-  options.speculative.num_speculative_tokens = k;
-  return options;
-}
+ExecutorOptions options_of(int32_t k) { return testing::gpu_engine_options(k, 16, 512 << 20); }
 
 TEST_F(CudaCompressed, SelfDraftAcceptsEverything) {
   const auto expect_of = [](const CompressedModel& shape, const std::vector<int32_t>& drafts) {

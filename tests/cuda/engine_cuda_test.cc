@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <random>
@@ -16,6 +15,7 @@
 #include <paceline/executor.h>
 
 #include "support/all_accepted.h"
+#include "support/engine_checks.h"
 #include "support/errors.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
@@ -64,16 +64,7 @@ std::shared_ptr<const Model> model_of(const TinyModel& shape, uint64_t seed, flo
   return tiny_model(shape, seed, noise, noise_seed, DType::kBFloat16, Device::kCuda);
 }
 
-ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.max_model_len = 700;
-  options.max_num_seqs = 64;
-  options.max_num_batched_tokens = 64 * 17;
-  options.kv_cache_bytes = 256 << 20;
-  options.speculative.num_speculative_tokens = k;
-  options.speculative.adaptive = false;
-  return options;
-}
+ExecutorOptions options_of(int32_t k) { return testing::gpu_engine_options(k, 64, 256 << 20); }
 
 // The model drafts for itself, so the target must accept every draft.
 void expect_self_draft(const std::shared_ptr<const Model>& model, const ExecutorOptions& options,
@@ -225,30 +216,8 @@ TEST_F(CudaEngine, BadLogitsEndOneRequestOnly) {
   shape.nan_token = 63;
   const auto broken = model_of(shape, 3);
   std::mt19937_64 random(5);
-  const std::vector<Job> jobs = random_jobs(random, 12, 63, 0.0, 200, 60);  // without token 63
-  Executor reference(sound, nullptr, options_of(0));
-  const std::vector<Outcome> expected = run(reference, jobs);
-  for (const int32_t k : {0, 3}) {
-    std::vector<Job> all = jobs;
-    all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
-    all.push_back({.prompt = {1, 2}, .sampling = {.max_tokens = 4}});
-    for (int32_t t = 0; t < 64; ++t) all.back().sampling.bad_words.push_back({t});
-    Executor executor(broken, k > 0 ? broken : nullptr, options_of(k));
-    const std::vector<Outcome> actual = run(executor, all);
-    for (size_t i = jobs.size(); i < all.size(); ++i) {  // NaN: no token can be drawn
-      EXPECT_EQ(actual[i].reason, FinishReason::kError);
-      EXPECT_TRUE(actual[i].tokens.empty());
-    }
-    size_t num_compared = 0;
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      const std::vector<int32_t>& tokens = expected[i].tokens;
-      if (std::find(tokens.begin(), tokens.end(), 63) != tokens.end()) continue;  // meets the NaN
-      EXPECT_EQ(actual[i].tokens, tokens);
-      ++num_compared;
-    }
-    EXPECT_GT(num_compared, jobs.size() / 4);
-    EXPECT_EQ(executor.check_integrity(), "");
-  }
+  testing::expect_bad_logits_end_one_request(sound, broken,
+                                             random_jobs(random, 12, 63, 0.0, 200, 60), options_of);
 }
 
 TEST_F(CudaEngine, SelfDraftIsAcceptedByOtherMethods) {

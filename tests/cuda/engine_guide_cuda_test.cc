@@ -20,13 +20,8 @@ namespace {
 class CudaGuidedEngine : public GpuTest {};
 
 ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.speculative.adaptive = false;
+  ExecutorOptions options = gpu_engine_options(k, 16, 64 << 20);
   options.max_model_len = 300;
-  options.max_num_seqs = 16;
-  options.max_num_batched_tokens = 16 * 17;
-  options.kv_cache_bytes = 64 << 20;
-  options.speculative.num_speculative_tokens = k;
   return options;
 }
 

@@ -7,13 +7,13 @@
 #include <cstdint>
 #include <memory>
 #include <random>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include <paceline/executor.h>
 
 #include "support/all_accepted.h"
+#include "support/engine_checks.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
 #include "support/mixture_checks.h"
@@ -55,16 +55,7 @@ std::shared_ptr<const Model> model_of(const TinyModel& shape, uint64_t seed) {
   return tiny_model(shape, seed, 0, 0, DType::kBFloat16, Device::kCuda);
 }
 
-ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.speculative.adaptive = false;
-  options.max_model_len = 700;
-  options.max_num_seqs = 64;
-  options.max_num_batched_tokens = 64 * 17;
-  options.kv_cache_bytes = 256 << 20;
-  options.speculative.num_speculative_tokens = k;
-  return options;
-}
+ExecutorOptions options_of(int32_t k) { return testing::gpu_engine_options(k, 64, 256 << 20); }
 
 TEST_F(CudaMixture, SelfDraftAcceptsEverything) {
   for (const bool is_mxfp4 : {false, true}) {

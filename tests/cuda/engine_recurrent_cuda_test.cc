@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole engine on a GPU on hybrids of recurrent layers and attention, with the heads that the fast
-// kernel takes and with others. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
+// The whole engine on a GPU on hybrids of recurrent layers and attention, with the heads that the
+// fast kernel takes and with others. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
 
 #include <gtest/gtest.h>
 
@@ -11,9 +11,8 @@
 
 #include <paceline/executor.h>
 
-#include "support/compressed_checks.h"
+#include "support/engine_checks.h"
 #include "support/gpu.h"
-#include "support/jobs.h"
 #include "support/recurrent_models.h"
 
 namespace paceline {
@@ -38,16 +37,7 @@ std::shared_ptr<const Model> on_gpu(const RecurrentModel& shape, uint64_t seed) 
   return recurrent_model(shape, seed, DType::kBFloat16, Device::kCuda);
 }
 
-ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.speculative.adaptive = false;
-  options.max_model_len = 700;
-  options.max_num_seqs = 16;
-  options.max_num_batched_tokens = 16 * 17;
-  options.kv_cache_bytes = 1 << 30;
-  options.speculative.num_speculative_tokens = k;
-  return options;
-}
+ExecutorOptions options_of(int32_t k) { return testing::gpu_engine_options(k, 16, 1 << 30); }
 
 TEST_F(CudaRecurrent, SelfDraftAcceptsEverything) {
   const auto expect_of = [](const RecurrentModel& shape, const std::vector<int32_t>& drafts) {
@@ -82,27 +72,10 @@ TEST_F(CudaRecurrent, HitsAndMissesHaveTheSameOutput) {
   options.kv_cache_bytes = int64_t{640} << 20;
   options.prefill_chunk_size = 50;
   Executor cached(target, on_gpu(large_heads(), 5), options);
-  std::vector<std::vector<int32_t>> earlier;
-  for (int32_t round = 0; round < 8; ++round) {
-    std::vector<testing::Job> jobs = testing::random_jobs(random, 40, 64, 0.8, 60, 60);
-    for (testing::Job& job : jobs) {
-      if (earlier.empty() || random() % 5 == 0) continue;
-      const std::vector<int32_t>& begin = earlier[random() % earlier.size()];
-      const auto length = static_cast<std::ptrdiff_t>(random() % (begin.size() + 1));
-      job.prompt.insert(job.prompt.begin(), begin.begin(), begin.begin() + length);
-    }
-    const std::vector<testing::Outcome> expected = testing::run(never, jobs);
-    const std::vector<testing::Outcome> actual = testing::run(cached, jobs);
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "round " << round << ", job " << i;
-      if (i % 4 != 0 || jobs[i].prompt.size() > 300) continue;
-      earlier.push_back(jobs[i].prompt);
-      earlier.back().insert(earlier.back().end(), expected[i].tokens.begin(),
-                            expected[i].tokens.end());
-    }
-  }
+  testing::expect_hits_equal_misses(
+      never, cached, {.num_rounds = 8, .longest_new = 60, .longest_prompt = 360, .most_tokens = 60},
+      random);
   EXPECT_GT(cached.stats().num_shared_tokens, 1000);
-  EXPECT_EQ(cached.check_integrity(), "");
 }
 
 }  // namespace

@@ -7,11 +7,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <memory>
 #include <random>
 #include <set>
 #include <string>
@@ -30,12 +28,12 @@ namespace {
 
 using testing::by_chunks;
 using testing::by_rejected_windows;
-using testing::by_windows;
 using testing::compressed_model;
 using testing::CompressedModel;
-using testing::DirectOptions;
-using testing::DirectRunner;
 using testing::expect_same_bits;
+using testing::expect_same_bits_on_every_path;
+using testing::largest_difference;
+using testing::long_sequence_options;
 using testing::random_tokens;
 using testing::Trace;
 
@@ -43,14 +41,6 @@ constexpr int32_t kVocab = 64;
 
 // Layers with a window alone, with overlap and an indexer, and at DeepSeek-V4's other ratio.
 const std::vector<int32_t> kRatios = {0, 4, 128, 4};
-
-DirectOptions direct_options() {
-  DirectOptions options;
-  options.max_model_len = 640;
-  options.max_verify_rows = 640;
-  options.pool_bytes = 64 << 20;
-  return options;
-}
 
 TEST(CompressedInvariance, SameBitsOnEveryPath) {
   const uint64_t first_seed = testing::seed_from_env(1);
@@ -62,23 +52,7 @@ TEST(CompressedInvariance, SameBitsOnEveryPath) {
     // Across attention chunks, three entries of the large ratio and the indexer's top_k.
     const auto length = static_cast<int32_t>(390 + random() % 40);
     const std::vector<int32_t> tokens = random_tokens(random, length, kVocab);
-    DirectOptions options = direct_options();
-    const Trace reference = by_chunks(model, tokens, {length}, options, 0, random);
-    std::vector<int32_t> chunks;
-    for (int32_t left = length; left > 0;) {
-      chunks.push_back(static_cast<int32_t>(1 + random() % std::min(left, 50)));
-      left -= chunks.back();
-    }
-    expect_same_bits(by_chunks(model, tokens, chunks, options, 2, random), reference);
-    expect_same_bits(by_chunks(model, tokens, std::vector<int32_t>(length, 1), options, 0, random),
-                     reference);
-    options.num_threads = 2;
-    for (const int32_t k : {0, 3, 16}) {
-      expect_same_bits(by_windows(model, tokens, 30, k, options), reference);
-    }
-    options.block_size = 3;
-    const Trace small = by_windows(model, tokens, 17, 3, options);
-    ASSERT_EQ(small.logits, reference.logits);
+    expect_same_bits_on_every_path(model, tokens, long_sequence_options(), {3}, random);
   }
 }
 
@@ -88,7 +62,7 @@ TEST(CompressedInvariance, RejectionsAtEveryPlaceLeaveNoTrace) {
   std::mt19937_64 random(9);
   const int32_t length = 420;
   const std::vector<int32_t> tokens = random_tokens(random, length, kVocab);
-  const Trace reference = by_chunks(model, tokens, {length}, direct_options(), 0, random);
+  const Trace reference = by_chunks(model, tokens, {length}, long_sequence_options(), 0, random);
   for (const int32_t k : {1, 3, 16}) {
     std::set<std::pair<int32_t, int32_t>> small_places;  // window begin modulo 4, accepted drafts
     std::set<std::pair<int32_t, int32_t>> large_places;  // the last token of a large entry in the
@@ -109,7 +83,7 @@ TEST(CompressedInvariance, RejectionsAtEveryPlaceLeaveNoTrace) {
       };
       expect_same_bits(
           by_rejected_windows(model, tokens, {.first = 90, .k = k, .num_right = num_right},
-                              direct_options()),
+                              long_sequence_options()),
           reference);
     }
     EXPECT_EQ(small_places.size(), static_cast<size_t>(4 * (k + 1))) << "k " << k;
@@ -143,7 +117,7 @@ TEST(PlantedFault, CompressedAttentionSeesThemAll) {
   std::mt19937_64 random(9);
   const int32_t length = 300;
   const std::vector<int32_t> tokens = random_tokens(random, length, kVocab);
-  const Trace sound = by_chunks(model, tokens, {length}, direct_options(), 0, random);
+  const Trace sound = by_chunks(model, tokens, {length}, long_sequence_options(), 0, random);
   Seen seen{.entry_end = {{4, {}}, {128, {}}}, .window_begin = {}, .window_end = {}};
 
   const auto attentions = [](Program& program) {
@@ -255,21 +229,12 @@ TEST(PlantedFault, CompressedAttentionSeesThemAll) {
                                       seen.set(base, shape.window, fault.entry_shift,
                                                fault.window_shift);
                                     }},
-                               direct_options());
+                               long_sequence_options());
   };
   // Without a fault, the arrays of the test change nothing.
   expect_same_bits(run({"none", plant_all}), sound);
   for (const Fault& fault : faults) {
-    const Trace faulty = run(fault);
-    double furthest = 0;
-    for (size_t position = 0; position < sound.logits.size(); ++position) {
-      for (size_t i = 0; i < sound.logits[position].size(); ++i) {
-        const double error =
-            std::fabs(double{faulty.logits[position][i]} - sound.logits[position][i]);
-        furthest = std::isnan(error) ? 1 : std::max(furthest, error);
-      }
-    }
-    EXPECT_GT(furthest, 1e-4) << fault.name;
+    EXPECT_GT(largest_difference(run(fault), sound), 1e-4) << fault.name;
   }
 }
 

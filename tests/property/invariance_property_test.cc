@@ -16,9 +16,9 @@ namespace paceline {
 namespace {
 
 using testing::by_chunks;
-using testing::by_windows;
 using testing::DirectOptions;
 using testing::expect_same_bits;
+using testing::expect_same_bits_on_every_path;
 using testing::make_gemma4;
 using testing::make_latent;
 using testing::make_mixture;
@@ -50,26 +50,11 @@ TEST(RowInvariance, SameBitsOnEveryPath) {
     const auto length = static_cast<int32_t>(140 + random() % 40);  // across attention chunks
     const std::vector<int32_t> tokens = random_tokens(random, length, 64);
 
-    DirectOptions options;
-    const Trace reference = by_chunks(model, tokens, {length}, options, 0, random);
-
-    std::vector<int32_t> chunks;
-    for (int32_t left = length; left > 0;) {
-      chunks.push_back(static_cast<int32_t>(1 + random() % std::min(left, 50)));
-      left -= chunks.back();
-    }
-    expect_same_bits(by_chunks(model, tokens, chunks, options, 0, random), reference);
+    const DirectOptions options;
+    const Trace reference = expect_same_bits_on_every_path(model, tokens, options, {8}, random);
     expect_same_bits(by_chunks(model, tokens, {length - 129, 129}, options, 5, random), reference);
     expect_same_bits(by_chunks(model, tokens, std::vector<int32_t>(length, 1), options, 31, random),
                      reference);
-    options.num_threads = 2;
-    for (const int32_t k : {0, 1, 4, 16}) {
-      expect_same_bits(by_windows(model, tokens, 30, k, options), reference);
-    }
-    // Other block sizes move the keys, not their order.
-    options.block_size = 8;
-    const Trace small = by_windows(model, tokens, 17, 3, options);
-    ASSERT_EQ(small.logits, reference.logits);
   }
 }
 

@@ -5,10 +5,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <string_view>
 
 #include <paceline/device.h>
+#include <paceline/executor.h>
 
 namespace paceline::testing {
 
@@ -24,5 +26,17 @@ class GpuTest : public ::testing::Test {
     GTEST_SKIP() << status.reason;
   }
 };
+
+// Options of an engine with k drafts, whose number does not depend on times.
+inline ExecutorOptions gpu_engine_options(int32_t k, int32_t max_num_seqs, int64_t kv_cache_bytes) {
+  ExecutorOptions options;
+  options.max_model_len = 700;
+  options.max_num_seqs = max_num_seqs;
+  options.max_num_batched_tokens = max_num_seqs * 17;
+  options.kv_cache_bytes = kv_cache_bytes;
+  options.speculative.num_speculative_tokens = k;
+  options.speculative.adaptive = false;
+  return options;
+}
 
 }  // namespace paceline::testing

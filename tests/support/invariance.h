@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -101,6 +103,58 @@ inline void expect_same_bits(const Trace& actual, const Trace& expected) {
         << "logits of position " << p;
   }
   ASSERT_EQ(actual.kv, expected.kv);
+}
+
+// Options for sequences of up to 640 tokens.
+inline DirectOptions long_sequence_options() {
+  DirectOptions options;
+  options.max_model_len = 640;
+  options.max_verify_rows = 640;
+  options.pool_bytes = 64 << 20;
+  return options;
+}
+
+// The tokens have the same bits in one chunk, in random ones beside other sequences, one by one, in
+// verify windows of every width, and in blocks of other sizes. Returns the bits.
+inline Trace expect_same_bits_on_every_path(const std::shared_ptr<const Model>& model,
+                                            const std::vector<int32_t>& tokens,
+                                            DirectOptions options,
+                                            const std::vector<int32_t>& block_sizes,
+                                            std::mt19937_64& random) {
+  const auto length = static_cast<int32_t>(tokens.size());
+  Trace reference = by_chunks(model, tokens, {length}, options, 0, random);
+  std::vector<int32_t> chunks;
+  for (int32_t left = length; left > 0;) {
+    chunks.push_back(static_cast<int32_t>(1 + random() % std::min(left, 50)));
+    left -= chunks.back();
+  }
+  expect_same_bits(by_chunks(model, tokens, chunks, options, 2, random), reference);
+  expect_same_bits(
+      by_chunks(model, tokens, std::vector<int32_t>(tokens.size(), 1), options, 0, random),
+      reference);
+  options.num_threads = 2;
+  for (const int32_t k : {0, 1, 3, 16}) {
+    expect_same_bits(by_windows(model, tokens, 30, k, options), reference);
+  }
+  // Other block sizes move the KV, so only the logits can be compared.
+  for (const int32_t block_size : block_sizes) {
+    options.block_size = block_size;
+    const Trace other = by_windows(model, tokens, 17, 3, options);
+    EXPECT_EQ(other.logits, reference.logits) << "block_size " << block_size;
+  }
+  return reference;
+}
+
+// The largest difference of two logits; 1 if a difference is not a number.
+inline double largest_difference(const Trace& a, const Trace& b) {
+  double largest = 0;
+  for (size_t position = 0; position < a.logits.size(); ++position) {
+    for (size_t i = 0; i < a.logits[position].size(); ++i) {
+      const double difference = std::fabs(double{a.logits[position][i]} - b.logits[position][i]);
+      largest = std::isnan(difference) ? 1 : std::max(largest, difference);
+    }
+  }
+  return largest;
 }
 
 }  // namespace paceline::testing
