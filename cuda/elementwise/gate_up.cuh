@@ -33,6 +33,13 @@ __device__ __forceinline__ float gate_up(float gate, float up, float alpha, floa
   }
 }
 
+// Whether a product may end in the activation. kSigmoid gates attention, which is no product, and
+// would only enlarge the kernels of products.
+[[nodiscard]] constexpr bool ends_products(Activation activation) {
+  return activation != Activation::kSigmoid;
+}
+
+// Of activations that end products.
 __device__ __forceinline__ float gate_up(Activation activation, float gate, float up, float alpha,
                                          float limit) {
   switch (activation) {
@@ -43,7 +50,6 @@ __device__ __forceinline__ float gate_up(Activation activation, float gate, floa
     case Activation::kClampedSilu:
       return gate_up<Activation::kClampedSilu>(gate, up, alpha, limit);
     case Activation::kSigmoid:
-      return gate_up<Activation::kSigmoid>(gate, up, alpha, limit);
     case Activation::kSwigluOai:
       break;
   }

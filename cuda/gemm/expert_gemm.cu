@@ -137,7 +137,7 @@ void activated_experts(CudaContext& ctx, const ActivatedExpertsParams& p) {
   // of fp8 would need more registers.)
   const WeightMatrix& w = p.product.weight.first;
   if (w.format == WeightFormat::kMxfp4 && w.is_packed() && p.activation.is_interleaved &&
-      p.activation.dtype == DType::kBFloat16) {
+      p.activation.dtype == DType::kBFloat16 && cuda::ends_products(p.activation.activation)) {
     return launch_experts(ctx, p.product, {.activation = &p.activation});
   }
   expert_gemm(ctx, p.product);

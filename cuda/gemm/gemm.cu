@@ -199,8 +199,9 @@ void activated_gemm(CudaContext& ctx, const ActivatedGemmParams& p) {
   // The activation is the end of our own kernel for bfloat16.
   const bool is_joined = w.dtype == DType::kBFloat16 && w.format == WeightFormat::kPlain &&
                          product.y_dtype == DType::kBFloat16 && product.bias == nullptr &&
-                         p.activation.intermediate % 8 == 0 && !ctx.gemm->has_plan(product) &&
-                         cuda::takes_activation(ctx, product);
+                         p.activation.intermediate % 8 == 0 &&
+                         cuda::ends_products(p.activation.activation) &&
+                         !ctx.gemm->has_plan(product) && cuda::takes_activation(ctx, product);
   if (!is_joined) {
     gemm(ctx, product);
     return gated_activation(ctx, p.activation);
