@@ -318,7 +318,7 @@ struct ModelBuilder::Impl {
   }
 
   // Calls f(matrix, name of its first scales, whether all of its scales are exact) for every matrix
-  // of fp8 weights.
+  // of fp8 weights but those of experts.
   template <class Function>
   void for_each_fp8_matrix(const Function& f) {
     const auto visit = [&](Linear& linear, const LinearShape& shape) {
@@ -329,7 +329,7 @@ struct ModelBuilder::Impl {
       f(linear.weight, shape.parts.front().name + ".scales",
         std::ranges::all_of(shape.parts, is_exact));
     };
-    // Experts have no format with such scales.
+    // The scales of experts count as inexact.
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};
     for_each_linear(model->config, model->weights, Overloaded{visit, skip});
   }
