@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 from paceline.async_feeds import FeedSession
 from paceline.async_stream import ChunkStream, OutputStream, Plan
 from paceline.chat_messages import Conversation
-from paceline.checks import check_text, check_unknown, shorten
+from paceline.checks import check_text, check_unknown, shorten, wrong_type
 from paceline.engine_options import EngineArguments
 from paceline.grammar import CompiledGrammar
 from paceline.llm import LLM
@@ -108,7 +108,7 @@ class AsyncLLM:
             ValueError: It is not an LLM.
         """
         if not isinstance(llm, LLM):
-            raise ValueError(f"llm is {shorten(llm)} ({type(llm).__name__}); allowed: an LLM")
+            raise wrong_type("llm", llm, "an LLM")
         made = cls.__new__(cls)
         made._attach(llm, is_owner=False)
         return made
@@ -371,10 +371,7 @@ class AsyncLLM:
 
         def number() -> Plan:
             if not isinstance(sampling_params, SamplingParams | None):
-                raise ValueError(
-                    f"sampling_params is {shorten(sampling_params)} "
-                    f"({type(sampling_params).__name__}); allowed: SamplingParams"
-                )
+                raise wrong_type("sampling_params", sampling_params, "SamplingParams")
             params = sampling_params or llm.get_default_sampling_params()
             first = factory.reserve_numbers(params.n)
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from paceline.checks import bytes_advice, check_text, shorten
+from paceline.checks import bytes_advice, check_text, shorten, wrong_type, wrong_value
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -58,9 +58,8 @@ def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         advice = "; put the message into a list" if isinstance(messages, Mapping) else ""
-        raise ValueError(
-            f"messages is {shorten(messages)} ({type(messages).__name__}); allowed: "
-            f"{_ALLOWED_MESSAGES}{bytes_advice(messages)}{advice}"
+        raise wrong_type(
+            "messages", messages, f"{_ALLOWED_MESSAGES}{bytes_advice(messages)}{advice}"
         )
     if not messages:
         raise ValueError(f"messages is empty; allowed: {_ALLOWED_MESSAGES}")
@@ -128,7 +127,7 @@ def _check_part(name: str, part: Any, role: str) -> None:
     if kind == "text":
         check_text(f"{name}['text']", part.get("text"))
     elif kind is not None or role != "tool":
-        raise ValueError(f'{name} is {shorten(part)}; allowed: {{"type": "text", "text": ...}}')
+        raise wrong_value(name, part, '{"type": "text", "text": ...}')
 
 
 def list_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
@@ -141,7 +140,7 @@ def list_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
         return None
     allowed = 'a list of dicts {"type": "function", "function": {"name": ..., "parameters": ...}}'
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise ValueError(f"tools is {shorten(tools)} ({type(tools).__name__}); allowed: {allowed}")
+        raise wrong_type("tools", tools, allowed)
     for index, tool in enumerate(tools):
         if callable(tool) and not isinstance(tool, Mapping):
             raise ValueError(
@@ -149,9 +148,7 @@ def list_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
                 f"allowed: {allowed}. transformers.utils.get_json_schema makes one of a function"
             )
         if not isinstance(tool, Mapping):
-            raise ValueError(
-                f"tools[{index}] is {shorten(tool)} ({type(tool).__name__}); allowed: {allowed}"
-            )
+            raise wrong_type(f"tools[{index}]", tool, allowed)
     return [plain_data(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
 
 

@@ -84,6 +84,16 @@ def quoted(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
+def wrong_value(name: str, value: Any, allowed: str) -> ValueError:
+    """The error about a value that is not allowed: its name, the value, and what is allowed."""
+    return ValueError(f"{name} is {shorten(value)}; allowed: {allowed}")
+
+
+def wrong_type(name: str, value: Any, allowed: str) -> ValueError:
+    """The same with the value's type, where another type is expected."""
+    return ValueError(f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}")
+
+
 def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
     """Checks that a value is an integer in [low, high].
 
@@ -108,18 +118,16 @@ def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise ValueError(
-            f"{key} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
-        ) from None
+        raise wrong_type(key, value, allowed) from None
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{key} is {shorten(number)}; allowed: {allowed}")
+        raise wrong_value(key, number, allowed)
     return number
 
 
 def check_bool(key: str, value: Any) -> bool:
     """Checks that a value is True or False; ValueError, with its name `key`, for anything else."""
     if not isinstance(value, bool):
-        raise ValueError(f"{key} is {shorten(value)}; allowed: True or False")
+        raise wrong_value(key, value, "True or False")
     return value
 
 
@@ -139,7 +147,7 @@ def check_finite(key: str, value: Any, allowed: str) -> float:
     except (TypeError, OverflowError):  # no number, or an integer beyond all floats
         is_finite = False
     if not (is_finite and isinstance(value, int | float)):
-        raise ValueError(f"{key} is {shorten(value)}; allowed: {allowed}")
+        raise wrong_value(key, value, allowed)
     return float(value)
 
 
@@ -167,7 +175,7 @@ def check_choice(
         raise NotImplementedError(
             f"{key} {value!r} is not supported yet; this version has: {quoted(allowed)}"
         )
-    raise ValueError(f"{key} is {shorten(value)}; allowed: {quoted(allowed)}")
+    raise wrong_value(key, value, quoted(allowed))
 
 
 def check_text(name: str, value: Any, allowed: str = "a string") -> str:
@@ -186,10 +194,7 @@ def check_text(name: str, value: Any, allowed: str = "a string") -> str:
         ValueError: Not a string, or not valid Unicode.
     """
     if not isinstance(value, str):
-        raise ValueError(
-            f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
-            f"{bytes_advice(value)}"
-        )
+        raise wrong_type(name, value, f"{allowed}{bytes_advice(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -222,10 +227,7 @@ def check_path(name: str, value: Any, what: str = "the folder of a checkpoint") 
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     allowed = f"{what}, as a string or a path-like object"
     if not isinstance(path, str) or not path:
-        raise ValueError(
-            f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
-            f"{bytes_advice(value)}"
-        )
+        raise wrong_type(name, value, f"{allowed}{bytes_advice(value)}")
     check_text(name, path)
     if "\0" in path:
         raise ValueError(f"{name} is {shorten(path)}, which has a null character; allowed: {what}")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final, TypeGuard
 
-from paceline.checks import shorten
+from paceline.checks import shorten, wrong_value
 from paceline.structured_outputs import StructuredOutputsParams
 
 #: Levels of a JSON schema.
@@ -151,9 +151,8 @@ def _check_keywords(path: str, schema: dict[str, Any]) -> None:
     for key in _COUNTS:
         count = schema.get(key)
         if _is_number(count) and not 0 <= count <= MAX_COUNT:
-            raise ValueError(
-                f"{path}.{key} is {shorten(count)}; allowed: 0 to {MAX_COUNT}; leave it out where "
-                "there is no limit"
+            raise wrong_value(
+                f"{path}.{key}", count, f"0 to {MAX_COUNT}; leave it out where there is no limit"
             )
     for low, high in _RANGES:
         least, most = schema.get(low), schema.get(high)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline import _core
-from paceline.checks import check_int, shorten
+from paceline.checks import check_int, wrong_value
 
 if TYPE_CHECKING:
     from paceline.dispatcher import Dispatcher
@@ -60,10 +60,7 @@ def check_layers(layers: object, num_layers: int) -> list[int]:
     """
     allowed = f"indices from 0 (embeddings) to {num_layers} (after the final norm)"
     if isinstance(layers, str | bytes) or not isinstance(layers, Sequence) or not layers:
-        raise ValueError(
-            f"layers is {shorten(layers)}; allowed: a list of {allowed}, or from "
-            f"{-num_layers - 1} to -1"
-        )
+        raise wrong_value("layers", layers, f"a list of {allowed}, or from {-num_layers - 1} to -1")
     checked = [
         check_int(f"layers[{i}]", layer, -num_layers - 1, num_layers)
         for i, layer in enumerate(layers)

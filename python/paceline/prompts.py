@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NotRequired, TypedDict
 
-from paceline.checks import bytes_advice, check_text, quoted, shorten
+from paceline.checks import bytes_advice, check_text, quoted, shorten, wrong_type
 from paceline.limits import MAX_CACHE_SALT_BYTES
 from paceline.loader import LoadedModel
 from paceline.sampling import SamplingParams
@@ -87,9 +87,8 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
         return [prompts]
     is_number = getattr(prompts, "ndim", 1) == 0  # a scalar array or tensor
     if isinstance(prompts, _NO_PROMPTS) or not hasattr(prompts, "__getitem__") or is_number:
-        raise ValueError(
-            f"prompts is {shorten(prompts)} ({type(prompts).__name__}); "
-            f"allowed: {_ALLOWED}, or a sequence of those{bytes_advice(prompts)}"
+        raise wrong_type(
+            "prompts", prompts, f"{_ALLOWED}, or a sequence of those{bytes_advice(prompts)}"
         )
     if len(prompts) == 0:
         if isinstance(prompts, list | tuple):
@@ -113,16 +112,10 @@ def list_params(
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
-        raise ValueError(
-            f"sampling_params is {shorten(params)} ({type(params).__name__}); "
-            "allowed: SamplingParams or a sequence of them"
-        )
+        raise wrong_type("sampling_params", params, "SamplingParams or a sequence of them")
     for index, param in enumerate(params):
         if not isinstance(param, SamplingParams):
-            raise ValueError(
-                f"sampling_params[{index}] is {shorten(param)} ({type(param).__name__}); "
-                "allowed: SamplingParams"
-            )
+            raise wrong_type(f"sampling_params[{index}]", param, "SamplingParams")
     if len(params) != num_prompts:
         raise ValueError(
             f"sampling_params has {len(params)} entries for {num_prompts} prompts; "
@@ -287,10 +280,7 @@ def _encode_mapping(
     ids = prompt["prompt_token_ids"]
     ids_name = f"{name}['prompt_token_ids']"
     if isinstance(ids, str | Mapping):
-        raise ValueError(
-            f"{ids_name} is {shorten(ids)} ({type(ids).__name__}); allowed: a sequence of token "
-            "ids; a string is 'prompt'"
-        )
+        raise wrong_type(ids_name, ids, "a sequence of token ids; a string is 'prompt'")
     _, token_ids = encode(ids, ids_name, target, max_model_len=max_model_len, spare=spare)
     return text, token_ids
 
@@ -318,10 +308,7 @@ def check_prompt_type(name: str, prompt: object) -> None:
     """
     is_sequence = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")
     if isinstance(prompt, _NO_PROMPTS) or not is_sequence or getattr(prompt, "ndim", 1) == 0:
-        raise ValueError(
-            f"{name} is {shorten(prompt)} ({type(prompt).__name__}); "
-            f"allowed: {_ALLOWED}{bytes_advice(prompt)}"
-        )
+        raise wrong_type(name, prompt, f"{_ALLOWED}{bytes_advice(prompt)}")
 
 
 def _check_num_tokens(
@@ -362,10 +349,7 @@ def _check_token_ids(prompt: Sequence[int], name: str, vocab_size: int) -> list[
                 raise TypeError
             token_id = operator.index(token)
         except TypeError:
-            raise ValueError(
-                f"{name}[{position}] is {shorten(token)} ({type(token).__name__}); "
-                "allowed: a token id"
-            ) from None
+            raise wrong_type(f"{name}[{position}]", token, "a token id") from None
         if not 0 <= token_id < vocab_size:
             raise ValueError(
                 f"{name}[{position}] is token id {shorten(token_id)}; "

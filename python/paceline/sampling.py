@@ -9,7 +9,15 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Never
 
-from paceline.checks import check_bool, check_int, check_text, check_unknown, shorten
+from paceline.checks import (
+    check_bool,
+    check_int,
+    check_text,
+    check_unknown,
+    shorten,
+    wrong_type,
+    wrong_value,
+)
 from paceline.limits import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -249,7 +257,7 @@ def _check_number(
         # No range contains infinity or NaN.
         if abs(rounded) < float("inf") and is_allowed(number) and is_allowed(rounded):
             return number
-    raise ValueError(f"{name} is {shorten(value)}; allowed: {allowed}")
+    raise wrong_value(name, value, allowed)
 
 
 def _check_temperature(value: Any) -> float:
@@ -295,9 +303,7 @@ def _is_list(value: Any) -> bool:
 
 def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not _is_list(value):
-        raise ValueError(
-            f"{name} is {shorten(value)} ({type(value).__name__}); allowed: a sequence of token ids"
-        )
+        raise wrong_type(name, value, "a sequence of token ids")
     # A list may have a million ids, and a server has other requests.
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_INT:
         return tuple(value)
@@ -317,10 +323,7 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         return ()
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not _is_list(pairs):
-        raise ValueError(
-            f"logit_bias is {shorten(value)} ({type(value).__name__}); "
-            "allowed: a mapping from token ids to numbers"
-        )
+        raise wrong_type("logit_bias", value, "a mapping from token ids to numbers")
     _check_count("logit_bias", len(pairs), MAX_LOGIT_BIAS)
     biases: dict[int, float] = {}
     for pair in pairs:
@@ -344,10 +347,7 @@ def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if value is None:
         return ()
     if not _is_list(value):
-        raise ValueError(
-            f"bad_words is {shorten(value)} ({type(value).__name__}); "
-            "allowed: a sequence of strings or of sequences of token ids"
-        )
+        raise wrong_type("bad_words", value, "a sequence of strings or of sequences of token ids")
     _check_count("bad_words", len(value), MAX_BAD_WORDS)
     words: list[str | tuple[int, ...]] = []
     for i, word in enumerate(value):
@@ -380,10 +380,7 @@ def _check_stop(value: Any) -> tuple[str, ...]:
         check_text("stop", value, "a string or a sequence of strings")
     strings = (value,) if isinstance(value, str) else value
     if not _is_list(strings):
-        raise ValueError(
-            f"stop is {shorten(value)} ({type(value).__name__}); "
-            "allowed: a string or a sequence of strings"
-        )
+        raise wrong_type("stop", value, "a string or a sequence of strings")
     _check_count("stop", len(strings), MAX_STOP_STRINGS)
     for i, string in enumerate(strings):
         name = "stop" if isinstance(value, str) else f"stop[{i}]"

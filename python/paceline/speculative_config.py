@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.checks import did_you_mean, parse_json, quoted, shorten
+from paceline.checks import did_you_mean, parse_json, quoted, shorten, wrong_type, wrong_value
 from paceline.option_schema import KEYS, argument_docs
 from paceline.speculative_checks import check_all, lacks_k
 from paceline.speculative_fields import METHODS, SpeculativeFields, check_found_method
@@ -118,10 +118,7 @@ class SpeculativeConfig(SpeculativeFields):
         if isinstance(value, str):
             value = parse_json("speculative_config", value)
         if not isinstance(value, Mapping):
-            raise ValueError(
-                f"speculative_config is {shorten(value)} ({type(value).__name__}); "
-                "allowed: a mapping or a JSON object"
-            )
+            raise wrong_type("speculative_config", value, "a mapping or a JSON object")
         fields = [name for name in KEYS if name not in _NESTED_KEYS]
         _check_keys("speculative_config", value, (*fields, "x"))
         if value.get("model") == VLLM_NGRAM and value.get("method") in (None, "ngram"):
@@ -131,7 +128,7 @@ class SpeculativeConfig(SpeculativeFields):
         arguments = {key: value[key] for key in fields if key in value}
         nested = value.get("x", {})
         if not isinstance(nested, Mapping):
-            raise ValueError(f"speculative_config['x'] is {shorten(nested)}; allowed: a mapping")
+            raise wrong_value("speculative_config['x']", nested, "a mapping")
         _check_keys("speculative_config['x']", nested, _NESTED_KEYS)
         return cls(**arguments, **nested)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from paceline.chat_messages import Conversation
 from paceline.chat_template import ChatTemplates
-from paceline.checks import check_bool, check_int, check_text, shorten
+from paceline.checks import check_bool, check_int, check_text, wrong_type
 from paceline.limits import MAX_INT
 
 if TYPE_CHECKING:
@@ -308,7 +308,4 @@ def _ids(token_ids: int | Sequence[int]) -> list[int]:
         return [check_int("token_ids", token_ids, 0, MAX_INT)]
     if hasattr(token_ids, "__len__") and not isinstance(token_ids, str | bytes | Mapping):
         return [check_int(f"token_ids[{i}]", one, 0, MAX_INT) for i, one in enumerate(token_ids)]
-    raise ValueError(
-        f"token_ids is {shorten(token_ids)} ({type(token_ids).__name__}); allowed: a token id or a "
-        "sequence of token ids"
-    )
+    raise wrong_type("token_ids", token_ids, "a token id or a sequence of token ids")

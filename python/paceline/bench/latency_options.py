@@ -12,7 +12,7 @@ from paceline.bench.arrivals import Arrivals, parse_arrivals
 from paceline.bench.lengths import parse_lengths
 from paceline.bench.models import is_config_name
 from paceline.bench.values import check_outputs, parse_concurrency, parse_list
-from paceline.checks import check_int, check_path, parse_json, quoted, shorten
+from paceline.checks import check_int, check_path, parse_json, quoted, shorten, wrong_value
 from paceline.commands.options import download_arguments
 from paceline.limits import MAX_INT, MAX_NUM_THREADS
 from paceline.sampling import SamplingParams
@@ -100,10 +100,7 @@ def _check_sampling(sampling: dict[str, Any], output_len: int) -> dict[str, Any]
 def _parse_sampling(text: str) -> dict[str, Any]:
     values = parse_json("sampling", text)
     if not isinstance(values, dict) or not set(values) <= set(SAMPLING_KEYS):
-        raise ValueError(
-            f"sampling is {shorten(text)}; allowed: a JSON object with keys of "
-            f"{quoted(SAMPLING_KEYS)}"
-        )
+        raise wrong_value("sampling", text, f"a JSON object with keys of {quoted(SAMPLING_KEYS)}")
     return {"temperature": 0.0, **values}
 
 

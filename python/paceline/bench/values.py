@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from paceline.bench.plot import check_can_plot
-from paceline.checks import check_path, quoted, shorten
+from paceline.checks import check_path, quoted, shorten, wrong_value
 from paceline.limits import MAX_NUM_SEQS
 
 #: The least value of numbers that must be above 0.
@@ -50,7 +50,7 @@ def parse_list(
     except ValueError:
         values = []
     if not values or not all(low <= value <= high for value in values):
-        raise ValueError(f"{name} is {shorten(text)}; allowed: {allowed}")
+        raise wrong_value(name, text, allowed)
     return values
 
 
@@ -62,7 +62,7 @@ def parse_names(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
     """
     names = text.split(",")
     if not set(names) <= set(allowed):
-        raise ValueError(f"{name} is {shorten(text)}; allowed: a list of {quoted(allowed)}")
+        raise wrong_value(name, text, f"a list of {quoted(allowed)}")
     return names
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.checks import check_path, parse_json, shorten
+from paceline.checks import check_path, parse_json, shorten, wrong_value
 from paceline.commands.text_files import MAX_PROMPT_BYTES, read_text_file
 from paceline.prompts import Prompt, check_prompt_text, encode_chats
 
@@ -105,7 +105,7 @@ def _messages(name: str, value: Any, *, is_chat: bool) -> list[dict[str, Any]]:
     if not is_chat:
         raise ValueError(f"{name} has messages; allowed: with --chat")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{name}: messages is {shorten(value)}; allowed: a list of objects")
+        raise wrong_value(f"{name}: messages", value, "a list of objects")
     return value
 
 
@@ -114,9 +114,7 @@ def _token_ids(name: str, value: Any, *, is_chat: bool) -> list[int]:
         raise ValueError(f"{name} has prompt_token_ids; allowed: without --chat")
     is_list = isinstance(value, list)
     if not is_list or not all(type(token) is int for token in value):
-        raise ValueError(
-            f"{name}: prompt_token_ids is {shorten(json.dumps(value))}; allowed: a list of integers"
-        )
+        raise wrong_value(f"{name}: prompt_token_ids", json.dumps(value), "a list of integers")
     token_ids: list[int] = value
     return token_ids
 

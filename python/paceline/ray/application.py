@@ -16,7 +16,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from paceline.async_llm import AsyncLLM
-from paceline.checks import shorten
+from paceline.checks import shorten, wrong_value
 from paceline.commands.serve import (
     check_options,
     check_salts,
@@ -105,9 +105,8 @@ def build_app(options: Mapping[str, Any]) -> Application:
 def _deployment_options(given: dict[str, Any], name: str) -> dict[str, Any]:
     value = given.pop(name, {})
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{name} is {shorten(value)}; allowed: arguments of ray.serve.deployment, such as "
-            '{"num_replicas": 2}'
+        raise wrong_value(
+            name, value, 'arguments of ray.serve.deployment, such as {"num_replicas": 2}'
         )
     return dict(value)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from paceline.checks import check_int, check_text, did_you_mean, shorten
 from paceline.limits import MAX_LOGIT_BIAS
 from paceline.server.admission import MAX_SHORT_BODY, BodyBytes, HeldBytes
-from paceline.server.errors import ApiError, refusal
+from paceline.server.errors import ApiError, refusal, wrong_field
 from paceline.server.json_values import (
     MAX_JSON_DEPTH,
     TOO_DEEP,
@@ -198,7 +198,7 @@ class Fields:
         """Takes a switch."""
         value = self._given.pop(name, default)
         if not isinstance(value, bool):
-            raise refusal(f"{name} is {shorten(value)}; allowed: true or false", name)
+            raise wrong_field(name, value, "true or false")
         return value
 
     def take_text(self, name: str) -> str | None:
@@ -215,7 +215,7 @@ class Fields:
         """Takes an object; None if it is absent."""
         value = self._given.pop(name, None)
         if value is not None and not isinstance(value, dict):
-            raise refusal(f"{name} is {shorten(value)}; allowed: an object", name)
+            raise wrong_field(name, value, "an object")
         return value
 
     def peek(self, name: str) -> Any:

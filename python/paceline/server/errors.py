@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline._core import DeviceError, InternalError, ModelFileError
-from paceline.checks import shorten
+from paceline.checks import shorten, wrong_value
 from paceline.grammar_queue import GrammarQueueFull
 from paceline.grammar_trial import TOO_COSTLY
 from paceline.outputs import RequestError
@@ -94,6 +94,18 @@ class ApiError(Exception):
 def refusal(message: str, param: str | None = None) -> ApiError:
     """Makes the error for a request that is malformed, or asks for what there is not."""
     return ApiError(400, message, param=param)
+
+
+def wrong_field(name: str, value: Any, allowed: str, param: str | None = None) -> ApiError:
+    """The refusal of a value that is not allowed.
+
+    Args:
+        name: The field, or a place in it such as "tools[0]".
+        value: The value.
+        allowed: What is allowed.
+        param: The field, where `name` does not begin with it.
+    """
+    return refusal(str(wrong_value(name, value, allowed)), param or re.split(r"\W", name)[0])
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -16,7 +16,7 @@ from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from paceline.prompts import check_cache_salt
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, object_of
-from paceline.server.errors import refusal
+from paceline.server.errors import refusal, wrong_field
 from paceline.server.field_schemas import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -270,13 +270,10 @@ def check_conversation(messages: Any, param: str) -> list[Any]:
     quota = Quota()
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise refusal(f"messages[{index}] is {shorten(message)}; allowed: an object", param)
+            raise wrong_field(f"messages[{index}]", message, "an object", param)
         role = message.get("role")
         if role is not None and role not in ROLES:
-            raise refusal(
-                f"messages[{index}]['role'] is {shorten(role)}; allowed: {', '.join(ROLES)}",
-                param,
-            )
+            raise wrong_field(f"messages[{index}]['role']", role, ", ".join(ROLES), param)
         messages[index] = check_tool_calls(f"messages[{index}]", message, param, quota)
     return messages
 
@@ -471,10 +468,10 @@ def _prompts(given: Any) -> list[Any]:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list) or not given:
-        raise refusal(f"prompt is {shorten(given)}; allowed: {allowed}", "prompt")
+        raise wrong_field("prompt", given, allowed)
     if isinstance(given[0], str | list):
         for index, one in enumerate(given):
             if not isinstance(one, str | list) or not one:
-                raise refusal(f"prompt[{index}] is {shorten(one)}; allowed: {allowed}", "prompt")
+                raise wrong_field(f"prompt[{index}]", one, allowed)
         return given
     return [given]

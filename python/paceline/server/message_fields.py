@@ -11,7 +11,7 @@ from paceline.checks import check_text, shorten
 from paceline.limits import MAX_INT
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, object_of
-from paceline.server.errors import refusal
+from paceline.server.errors import refusal, wrong_field
 from paceline.server.field_schemas import COUNT_FIELDS, MESSAGE_FIELDS, SINGLE_SAMPLING
 from paceline.server.fields import (
     REFUSED,
@@ -132,9 +132,7 @@ def _take_prompt(
 def _take_stops(fields: Fields) -> list[Any]:
     stops = fields.take("stop_sequences")
     if stops is not None and not isinstance(stops, list):
-        raise refusal(
-            f"stop_sequences is {shorten(stops)}; allowed: a list of strings", "stop_sequences"
-        )
+        raise wrong_field("stop_sequences", stops, "a list of strings")
     try:
         SamplingParams(stop=stops)
     except ValueError as error:
@@ -147,9 +145,7 @@ def _take_no_effect(fields: Fields) -> None:
         metadata.take_text("user_id")
     tier = fields.take("service_tier")
     if tier is not None and tier not in _TIERS:
-        raise refusal(
-            f"service_tier is {shorten(tier)}; allowed: {', '.join(_TIERS)}", "service_tier"
-        )
+        raise wrong_field("service_tier", tier, ", ".join(_TIERS))
 
 
 def _take_thinking(fields: Fields) -> bool | None:
@@ -162,10 +158,8 @@ def _take_thinking(fields: Fields) -> bool | None:
     if given is None:
         return None
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise refusal(
-            f"thinking is {shorten(given)}; allowed: an object of type 'enabled', 'disabled' or "
-            "'adaptive'",
-            "thinking",
+        raise wrong_field(
+            "thinking", given, "an object of type 'enabled', 'disabled' or 'adaptive'"
         )
     return None if kind == "adaptive" else kind == "enabled"
 
@@ -208,10 +202,8 @@ def _make_tools_of_chats(fields: Fields) -> None:
 def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
     is_own = isinstance(tool, dict) and tool.get("type") in (None, "custom")
     if not is_own or not isinstance(tool.get("input_schema"), dict):
-        raise refusal(
-            f"tools[{index}] is {shorten(tool)}; allowed: "
-            '{"name": ..., "description": ..., "input_schema": {...}}',
-            "tools",
+        raise wrong_field(
+            f"tools[{index}]", tool, '{"name": ..., "description": ..., "input_schema": {...}}'
         )
     function = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
@@ -223,10 +215,8 @@ def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
 def _conversation(given: Any) -> list[dict[str, Any]]:
     """Makes messages of chats, whose calls and results of tools are messages of their own."""
     if not isinstance(given, list) or not given:
-        raise refusal(
-            f"messages is {shorten(given)}; allowed: a list of at least one message "
-            '{"role": ..., "content": ...}',
-            "messages",
+        raise wrong_field(
+            "messages", given, 'a list of at least one message {"role": ..., "content": ...}'
         )
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools, by the id of a call
@@ -235,10 +225,8 @@ def _conversation(given: Any) -> list[dict[str, Any]]:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant"):
             advice = "; instructions belong in the field system" if role == "system" else ""
-            raise refusal(
-                f"{name} is {shorten(message)}; allowed: an object whose role is 'user' or "
-                f"'assistant'{advice}",
-                "messages",
+            raise wrong_field(
+                name, message, f"an object whose role is 'user' or 'assistant'{advice}", "messages"
             )
         content = message.get("content")
         if isinstance(content, str):
@@ -288,9 +276,7 @@ def _of_assistant(blocks: list[tuple[str, Any]], names: dict[str, str]) -> dict[
                     "messages",
                 )
             if not isinstance(arguments, dict):
-                raise refusal(
-                    f"{name}['input'] is {shorten(arguments)}; allowed: an object", "messages"
-                )
+                raise wrong_field(f"{name}['input']", arguments, "an object", "messages")
             names[of] = tool
             function = {"name": tool, "arguments": arguments}
             calls.append({"id": of, "type": "function", "function": function})
@@ -311,10 +297,7 @@ def _blocks(
         ApiError: There are none, or one is of another kind.
     """
     if not isinstance(content, list) or not content:
-        raise refusal(
-            f"{name} is {shorten(content)}; allowed: a string, or a list of at least one block",
-            param,
-        )
+        raise wrong_field(name, content, "a string, or a list of at least one block", param)
     for index, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in kinds:

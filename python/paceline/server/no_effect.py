@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from paceline.checks import check_text, shorten
+from paceline.checks import check_text
 from paceline.server.bodies import Fields
-from paceline.server.errors import refusal
+from paceline.server.errors import refusal, wrong_field
 
 MAX_TEXT: Final = 512
 #: The values of fields that have few.
@@ -30,12 +30,12 @@ def _check_text(name: str, value: Any) -> None:
 
 def _check_choice(name: str, value: Any) -> None:
     if value not in CHOICES[name]:
-        raise refusal(f"{name} is {shorten(value)}; allowed: {', '.join(CHOICES[name])}", name)
+        raise wrong_field(name, value, ", ".join(CHOICES[name]))
 
 
 def _check_metadata(name: str, value: Any) -> None:
     if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
-        raise refusal(f"{name} is {shorten(value)}; allowed: an object of strings", name)
+        raise wrong_field(name, value, "an object of strings")
 
 
 _CHECKS: Final[Mapping[str, Callable[[str, Any], None]]] = {

@@ -9,7 +9,7 @@ from typing import Any, Final
 from paceline.checks import check_text, shorten
 from paceline.limits import MAX_INT
 from paceline.server.bodies import Fields, object_of
-from paceline.server.errors import refusal
+from paceline.server.errors import refusal, wrong_field
 from paceline.server.field_schemas import RESPONSE_FIELDS, ROLES, SINGLE_SAMPLING
 from paceline.server.fields import (
     REFUSED,
@@ -107,10 +107,8 @@ def _chat_tools(tools: Any) -> Any:
     made = []
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise refusal(
-                f"tools[{index}] is {shorten(tool)}; allowed: "
-                '{"type": "function", "name": ..., "parameters": {...}}',
-                "tools",
+            raise wrong_field(
+                f"tools[{index}]", tool, '{"type": "function", "name": ..., "parameters": {...}}'
             )
         function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
         made.append({"type": "function", "function": function})
@@ -122,16 +120,13 @@ def _conversation(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": check_text("input", given)}]
     if not isinstance(given, list) or not given:
-        raise refusal(
-            f"input is {shorten(given)}; allowed: a string, or a list of at least one item",
-            "input",
-        )
+        raise wrong_field("input", given, "a string, or a list of at least one item")
     messages: list[dict[str, Any]] = []
     reasoning: list[str] = []  # of the next message of the assistant
     for index, item in enumerate(given):
         name = f"input[{index}]"
         if not isinstance(item, dict):
-            raise refusal(f"{name} is {shorten(item)}; allowed: an object", "input")
+            raise wrong_field(name, item, "an object", "input")
         kind = item.get("type", "message")
         if kind == "reasoning":
             text = _text(f"{name}['content']", item.get("content") or [], ("reasoning_text",))
@@ -139,10 +134,7 @@ def _conversation(given: Any) -> list[dict[str, Any]]:
             continue
         if kind == "message":
             if item.get("role") not in ROLES:
-                raise refusal(
-                    f"{name}['role'] is {shorten(item.get('role'))}; allowed: {', '.join(ROLES)}",
-                    "input",
-                )
+                raise wrong_field(f"{name}['role']", item.get("role"), ", ".join(ROLES), "input")
             content = item.get("content")
             message = {"role": item.get("role"), "content": _text(name, content, _TEXT_PARTS)}
         elif kind == "function_call":

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.checks import check_path, did_you_mean, shorten
+from paceline.checks import check_path, did_you_mean, shorten, wrong_value
 from paceline.commands.text_files import MAX_CONFIG_BYTES, read_text_file
 from paceline.vllm_arguments import flag_advice
 
@@ -124,7 +124,7 @@ def _convert(action: argparse.Action, value: Any, source: str) -> Any:
     if action.nargs in ("+", "*"):
         parts = value.split() if isinstance(value, str) else value
         if not isinstance(parts, list) or not parts:
-            raise ValueError(f"{source} is {shorten(value)}; allowed: one value or several")
+            raise wrong_value(source, value, "one value or several")
         return [_single(action, part, source) for part in parts]
     return _single(action, value, source)
 
@@ -133,23 +133,21 @@ def _single(action: argparse.Action, value: Any, source: str) -> Any:
     if isinstance(value, dict):
         value = json.dumps(value)  # --speculative-config
     if isinstance(value, bool | list) or value is None:
-        raise ValueError(f"{source} is {shorten(value)}; allowed: a number or a text")
+        raise wrong_value(source, value, "a number or a text")
     text = str(value)
     try:
         converted = action.type(text) if callable(action.type) else text
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from None
     if action.choices is not None and converted not in action.choices:
-        raise ValueError(
-            f"{source} is {shorten(text)}; allowed: {', '.join(map(str, action.choices))}"
-        )
+        raise wrong_value(source, text, ", ".join(map(str, action.choices)))
     return converted
 
 
 def _switch(action: argparse.Action, value: Any, source: str) -> bool:
     is_on = _SWITCHES.get(str(value).lower())
     if is_on is None:
-        raise ValueError(f"{source} is {shorten(value)}; allowed: true or false")
+        raise wrong_value(source, value, "true or false")
     if isinstance(action, argparse.BooleanOptionalAction):
         return is_on
     return is_on if action.const else not is_on

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from paceline.checks import shorten
 from paceline.server.bodies import Fields
-from paceline.server.errors import refusal
+from paceline.server.errors import refusal, wrong_field
 from paceline.server.formats import Format
 from paceline.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 
@@ -62,7 +62,7 @@ def _params_of(name: str, value: Any) -> StructuredOutputsParams | None:
         return _make(name, {_GUIDED[name]: value})
     if name == "structured_outputs":
         if not isinstance(value, dict):
-            raise refusal(f"{name} is {shorten(value)}; allowed: an object", name)
+            raise wrong_field(name, value, "an object")
         return _make(name, value)
     return params_of_format(name, value)
 

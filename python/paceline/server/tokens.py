@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.checks import check_text, shorten
+from paceline.checks import check_text
 from paceline.prompts import check_prompt_chars
 from paceline.server.bodies import Fields
-from paceline.server.errors import TOO_LONG, ApiError, refusal
+from paceline.server.errors import TOO_LONG, ApiError, refusal, wrong_field
 from paceline.server.field_schemas import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from paceline.server.fields import take_conversation
 from paceline.server.message_fields import read_counted
@@ -133,7 +133,7 @@ def read_detokenize(service: Service, given: dict[str, Any]) -> Conversion:
     ids = fields.take("tokens")
     fields.finish(DETOKENIZE_FIELDS, {})
     if not isinstance(ids, list):
-        raise refusal(f"tokens is {shorten(ids)}; allowed: a list of token ids", "tokens")
+        raise wrong_field("tokens", ids, "a list of token ids")
     most = service.allm.llm.max_model_len
     if len(ids) > most:
         raise ApiError(

@@ -7,7 +7,7 @@ import re
 from typing import Any, Final
 
 from paceline.checks import shorten
-from paceline.server.errors import refusal
+from paceline.server.errors import refusal, wrong_field
 from paceline.server.json_values import JsonRefused, Quota, parse_json
 
 MAX_TOOLS: Final = 128
@@ -27,14 +27,11 @@ def check_tools(tools: Any) -> list[Any] | None:
         return None
     allowed = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise refusal(
-            f"tools is {shorten(tools)}; allowed: a list of at most {MAX_TOOLS} of {allowed}",
-            "tools",
-        )
+        raise wrong_field("tools", tools, f"a list of at most {MAX_TOOLS} of {allowed}")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
-            raise refusal(f"tools[{index}] is {shorten(tool)}; allowed: {allowed}", "tools")
+            raise wrong_field(f"tools[{index}]", tool, allowed)
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise refusal(
@@ -108,7 +105,7 @@ def check_tool_calls(
     if calls is None:
         return message
     if not isinstance(calls, list):
-        raise refusal(f"{name}['tool_calls'] is {shorten(calls)}; allowed: a list", param)
+        raise wrong_field(f"{name}['tool_calls']", calls, "a list", param)
     made = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None

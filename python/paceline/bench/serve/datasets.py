@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.checks import check_int, check_text, shorten
+from paceline.checks import check_int, check_text, shorten, wrong_value
 from paceline.commands.text_files import MAX_PROMPT_BYTES, read_text_file
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _custom(path: Path, text: str, output_len: int | None) -> list[Question]:
         except ValueError as error:
             raise ValueError(f"{name} is not valid JSON: {error}") from None
         if not isinstance(given, dict) or "prompt" not in given:
-            raise ValueError(f'{name} is {shorten(given)}; allowed: {{"prompt": ...}}')
+            raise wrong_value(name, given, '{"prompt": ...}')
         length = output_len if output_len is not None else given.get("output_tokens")
         if length is None:
             raise ValueError(f"{name} has no 'output_tokens'; allowed without it: --output-len")
