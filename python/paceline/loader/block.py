@@ -96,7 +96,7 @@ def translate_block(
         kind,
         (top.strings("architectures") or [kind])[0],
         config,
-        block_tensors(stack, facts, drafter),
+        block_tensors(stack, facts, config),
         prefixes=(facts.prefix,),
         ignored_prefixes=(*ignored, *facts.copies),
         rounds_embed_scale=True,

@@ -15,10 +15,10 @@ from .family import TensorSpec
 
 
 def block_tensors(
-    stack: BlockLayers, facts: BlockFacts, drafter: Mapping[str, Any]
+    stack: BlockLayers, facts: BlockFacts, config: Mapping[str, Any]
 ) -> tuple[TensorSpec, ...]:
     """Lists every tensor but `d2t`, in the order in which the model is filled."""
-    sizes = stack.sizes
+    sizes, drafter = stack.sizes, config["drafter"]
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
     num_aux = len(drafter["aux_layers"])
@@ -30,19 +30,12 @@ def block_tensors(
     fc, hidden_norm = facts.context
     specs.append(tensor_spec("fc.weight", fc, hidden, columns))
     specs.append(tensor_spec("hidden_norm.weight", hidden_norm, hidden))
-    for i, layer in enumerate(stack.layers):
-        specs += layer_tensors(
-            f"layers.{i}.",
-            f"layers.{i}.",
-            sizes,
-            layer,
-            norms=SANDWICH_NORMS if stack.is_gemma4 else PRE_NORMS,
-            has_qk_norm=True,
-            has_qkv_bias=facts.has_qkv_bias,
-            has_o_bias=facts.has_o_bias,
-        )
+    norms = SANDWICH_NORMS if stack.is_gemma4 else PRE_NORMS
+    for i, (layer, entry) in enumerate(zip(stack.layers, config["layers"], strict=True)):
+        name = f"layers.{i}."
+        specs += layer_tensors(name, name, sizes, layer, entry, norms)
         if stack.is_gemma4:
-            specs.append(tensor_spec(f"layers.{i}.scale", f"layers.{i}.layer_scalar", (1, "1")))
+            specs.append(tensor_spec(f"{name}scale", f"{name}layer_scalar", (1, "1")))
         specs += convolution_tensors(i, sizes, drafter)
     specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
     if facts.draft_vocab_size is not None:

@@ -86,23 +86,6 @@ def same_layers(sizes: Sizes, layer_types: tuple[str, ...]) -> tuple[Layer, ...]
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """The mixture of experts in every layer of GPT-OSS.
-
-    Attributes:
-        experts: How many experts there are.
-        top_k: How many of them a token uses.
-        alpha: The factor in the sigmoid of the activation.
-        limit: The upper limit of gates, and of the magnitudes of ups.
-    """
-
-    experts: int
-    top_k: int
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True)
 class PerLayerInputs:
     """Gemma 4's per-layer embeddings."""
 
@@ -216,7 +199,6 @@ def describe(
     has_post_norms: bool = False,
     has_layer_scale: bool = False,
     has_sinks: bool = False,
-    mixture: Mixture | None = None,
     per_layer_inputs: PerLayerInputs | None = None,
     norm_weight_offset: float = 0.0,
     embed_scale: float = 1.0,
@@ -256,7 +238,6 @@ def describe(
             "intermediate": layer.intermediate,
             "activation": activation,
             "has_bias": mlp_bias,
-            **({} if mixture is None else _mixture_entries(mixture, layer)),
             **layer.formats.entries("gate_up", "down"),
         }
         described.append({"attention": attention, "mlp": mlp})
@@ -338,21 +319,6 @@ def check_top_k(text: Section, key: str, top_k: int, experts_key: str, experts: 
             f'{text.source}: key "{text.name(key)}" is {top_k}; expected an '
             f'integer from 1 to "{text.name(experts_key)}" ({experts})'
         )
-
-
-def _mixture_entries(mixture: Mixture, layer: Layer) -> dict[str, Any]:
-    entries: dict[str, Any] = {
-        "num_experts": mixture.experts,
-        "top_k": mixture.top_k,
-        "router": "softmax_of_chosen",
-        "has_router_bias": True,
-        "alpha": mixture.alpha,
-        "limit": mixture.limit,
-        "interleaved": True,
-    }
-    if layer.formats.gate_up is None:
-        entries["transposed"] = True
-    return entries
 
 
 def round_to_float32(value: float) -> float:

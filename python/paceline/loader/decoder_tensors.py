@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from .decoder import Layer, Mixture, PerLayerInputs, Sizes
+from .decoder import Layer, Sizes
 from .family import TensorSpec
 from .formats import (
     FP8_DTYPE,
-    MXFP4_COLUMNS,
-    MXFP4_DTYPE,
+    NO_FORMATS,
     PLAIN_DTYPES,
     SCALE_DTYPES,
     Dim,
+    LayerFormats,
     MatrixFormat,
 )
 
@@ -42,40 +42,41 @@ SANDWICH_NORMS: Final = (
     ("mlp_norm.weight", "pre_feedforward_layernorm.weight"),
     ("mlp_post_norm.weight", "post_feedforward_layernorm.weight"),
 )
+# The tensors of a layer that has an input of its own from the token.
+_PER_LAYER: Final = (
+    ("per_layer.gate.weight", "per_layer_input_gate.weight"),
+    ("per_layer.proj.weight", "per_layer_projection.weight"),
+    ("per_layer.norm.weight", "post_per_layer_input_norm.weight"),
+)
 
-
-_PER_LAYER_GATE: Final = ("per_layer.gate.weight", "per_layer_input_gate.weight")
-_PER_LAYER_PROJ: Final = ("per_layer.proj.weight", "per_layer_projection.weight")
-_PER_LAYER_NORM: Final = ("per_layer.norm.weight", "post_per_layer_input_norm.weight")
+#: Lists the tensors of a mixture of experts: the beginning of their names, which is the same in the
+#: checkpoint, the MLP in the description, and the layer.
+MixtureTensors = Callable[[str, Mapping[str, Any], Layer], Iterable[TensorSpec]]
 
 
 def decoder_tensors(
+    config: Mapping[str, Any],
     sizes: Sizes,
-    layers: tuple[Layer, ...],
-    *,
-    ties_lm_head: bool,
-    norms: tuple[tuple[str, str], ...] = PRE_NORMS,
-    has_qk_norm: bool = False,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
-    has_layer_scale: bool = False,
-    has_sinks: bool = False,
-    mixture: Mixture | None = None,
-    per_layer_inputs: PerLayerInputs | None = None,
+    layers: Sequence[Layer],
+    mixture_tensors: MixtureTensors | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """Lists every tensor, in the order in which the model is filled."""
+    """Lists every tensor of a model that `describe` described, in the order in which it is filled.
+
+    Args:
+        config: The description.
+        sizes: The sizes that it was made of.
+        layers: The layers that it was made of.
+        mixture_tensors: Lists the tensors of layers whose MLP is a mixture of experts.
+    """
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
-
+    norms = SANDWICH_NORMS if config["has_post_norms"] else PRE_NORMS
     specs = [tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden)]
-    size = width = (0, "")
-    if per_layer_inputs is not None:
-        size = (per_layer_inputs.size, "hidden_size_per_layer_input")
-        width = (
-            len(layers) * per_layer_inputs.size,
-            "num_hidden_layers * hidden_size_per_layer_input",
-        )
-        rows = (per_layer_inputs.vocab, "vocab_size_per_layer_input")
+    inputs = config.get("per_layer_inputs")
+    size = (0 if inputs is None else inputs["size"], "hidden_size_per_layer_input")
+    if inputs is not None:
+        width = (len(layers) * size[0], f"num_hidden_layers * {size[1]}")
+        rows = (inputs["vocab_size"], "vocab_size_per_layer_input")
         specs += [
             tensor_spec("per_layer.embed.weight", "embed_tokens_per_layer.weight", rows, width),
             tensor_spec(
@@ -83,39 +84,23 @@ def decoder_tensors(
             ),
             tensor_spec("per_layer.norm.weight", "per_layer_projection_norm.weight", size),
         ]
-    for i, layer in enumerate(layers):
-        ours, theirs = f"layers.{i}.", f"layers.{i}."
-        specs += layer_tensors(
-            ours,
-            theirs,
-            sizes,
-            layer,
-            norms=norms,
-            has_qk_norm=has_qk_norm,
-            has_qkv_bias=attention_bias,
-            has_o_bias=attention_bias,
-            has_mlp_bias=mlp_bias,
-            has_dense_mlp=mixture is None,
-        )
-        if has_sinks:
+    for i, (layer, entry) in enumerate(zip(layers, config["layers"], strict=True)):
+        name = f"layers.{i}."
+        specs += layer_tensors(name, name, sizes, layer, entry, norms)
+        if entry["attention"].get("has_sinks"):
             heads = (sizes.qo_heads, "num_attention_heads")
-            specs.append(tensor_spec(f"{ours}attn.sinks", f"{theirs}self_attn.sinks", heads))
-        if mixture is not None:
-            width_of_expert = (layer.intermediate, "intermediate_size")
-            specs += _mixture(
-                f"{ours}mlp.", f"{theirs}mlp.", mixture, layer, hidden, width_of_expert
-            )
-        if per_layer_inputs is not None:
-            for (name, source), dims in (
-                (_PER_LAYER_GATE, (size, hidden)),
-                (_PER_LAYER_PROJ, (hidden, size)),
-                (_PER_LAYER_NORM, (hidden,)),
+            specs.append(tensor_spec(f"{name}attn.sinks", f"{name}self_attn.sinks", heads))
+        if mixture_tensors is not None and "num_experts" in entry["mlp"]:
+            specs += mixture_tensors(f"{name}mlp.", entry["mlp"], layer)
+        if inputs is not None:
+            for (ours, source), dims in zip(
+                _PER_LAYER, ((size, hidden), (hidden, size), (hidden,)), strict=True
             ):
-                specs.append(tensor_spec(ours + name, theirs + source, *dims))
-        if has_layer_scale:
-            specs.append(tensor_spec(f"{ours}scale", f"{theirs}layer_scalar", (1, "1")))
+                specs.append(tensor_spec(name + ours, name + source, *dims))
+        if config.get("has_layer_scale"):
+            specs.append(tensor_spec(f"{name}scale", f"{name}layer_scalar", (1, "1")))
     specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
-    if not ties_lm_head:
+    if not config["ties_lm_head"]:
         specs.append(tensor_spec("lm_head.weight", "lm_head.weight", vocab, hidden))
     return tuple(specs)
 
@@ -125,13 +110,8 @@ def layer_tensors(
     theirs: str,
     sizes: Sizes,
     layer: Layer,
-    *,
+    entry: Mapping[str, Any],
     norms: Sequence[tuple[str, str]],
-    has_qk_norm: bool = False,
-    has_qkv_bias: bool = False,
-    has_o_bias: bool = False,
-    has_mlp_bias: bool = False,
-    has_dense_mlp: bool = True,
     attention_input: Dim | None = None,
 ) -> list[TensorSpec]:
     """Lists the norms and the Linears of a layer, in the order in which the model is filled.
@@ -140,15 +120,12 @@ def layer_tensors(
         ours: The beginning of canonical names.
         theirs: The beginning of names in the checkpoint.
         sizes: The sizes that all layers share.
-        layer: The layer's own.
-        norms: Canonical name and name in the checkpoint of every norm as wide as the hidden size.
-        has_qk_norm: It has norms on q and k.
-        has_qkv_bias: It has biases on q, k and v.
-        has_o_bias: It has a bias on o.
-        has_mlp_bias: It has biases on gate, up and down.
-        has_dense_mlp: It has gate, up and down.
-        attention_input: Columns of q, k and v; None: the hidden size.
+        layer: Its settings.
+        entry: The layer in the description. Of a mixture of experts no tensor is listed.
+        norms: Its norms besides those of heads: canonical name, name in the checkpoint.
+        attention_input: The columns of q, k and v; None: the hidden size.
     """
+    attention, has_mlp_bias = entry["attention"], entry["mlp"]["has_bias"]
     hidden = (sizes.hidden, "hidden_size")
     inputs = attention_input or hidden
     # Names of keys for messages; where layers differ, several keys apply.
@@ -159,21 +136,22 @@ def layer_tensors(
     wide = "" if layer.intermediate == sizes.intermediate else "2 * "
     mlp = (layer.intermediate, f"{wide}intermediate_size")
     linears = {
-        "attn.q": (qo, inputs, has_qkv_bias),
-        "attn.k": (kv, inputs, has_qkv_bias),
-        "attn.v": (kv, inputs, has_qkv_bias),
-        "attn.o": (hidden, qo, has_o_bias),
+        "attn.q": (qo, inputs, attention["has_qkv_bias"]),
+        "attn.k": (kv, inputs, attention["has_qkv_bias"]),
+        "attn.v": (kv, inputs, attention["has_qkv_bias"]),
+        "attn.o": (hidden, qo, attention["has_o_bias"]),
         "mlp.gate": (mlp, hidden, has_mlp_bias),
         "mlp.up": (mlp, hidden, has_mlp_bias),
         "mlp.down": (hidden, mlp, has_mlp_bias),
     }
-    absent: set[str] = set() if has_dense_mlp else {"mlp.gate", "mlp.up", "mlp.down"}
+    is_mixture = "num_experts" in entry["mlp"]
+    absent: set[str] = {"mlp.gate", "mlp.up", "mlp.down"} if is_mixture else set()
     if layer.k_eq_v:
         absent |= {"attn.v"}
     if not layer.owns_kv:
         absent |= {"attn.k", "attn.v", "attn.k_norm.weight"}
     specs = [tensor_spec(ours + name, theirs + source, hidden) for name, source in norms]
-    if has_qk_norm:
+    if attention["has_qk_norm"]:
         specs += [
             tensor_spec(ours + name, theirs + source, head_dim)
             for name, source in QK_NORMS
@@ -213,32 +191,51 @@ def matrix_specs(
     ]
 
 
-def _mixture(
-    ours: str, theirs: str, mixture: Mixture, layer: Layer, hidden: Dim, intermediate: Dim
-) -> list[TensorSpec]:
-    """The router and the experts of a layer."""
-    experts = (mixture.experts, "num_local_experts")
-    wide = (2 * intermediate[0], f"2 * {intermediate[1]}")
-    specs = [
-        tensor_spec(f"{ours}router.weight", f"{theirs}router.weight", experts, hidden),
-        tensor_spec(f"{ours}router.bias", f"{theirs}router.bias", experts),
-    ]
-    for name, rows, columns, format in (
-        ("gate_up", wide, hidden, layer.formats.gate_up),
-        ("down", hidden, intermediate, layer.formats.down),
+def mlp_tensors(
+    ours: str,
+    theirs: str,
+    hidden: Dim,
+    width: Dim,
+    suffix: str = "",
+    formats: LayerFormats = NO_FORMATS,
+) -> Iterator[TensorSpec]:
+    """The matrices of a dense MLP or of an expert, whose number is the suffix of our names."""
+    for name, rows, columns in (
+        ("gate", width, hidden),
+        ("up", width, hidden),
+        ("down", hidden, width),
     ):
-        canonical, source = f"{ours}experts.{name}", f"{theirs}experts.{name}_proj"
-        if format is None:
-            # x @ W, not x @ W^T.
-            specs.append(tensor_spec(f"{canonical}.weight", source, experts, columns, rows))
-        else:
-            size, keys = columns
-            scales = (experts, rows, (size // MXFP4_COLUMNS, f"{keys} / {MXFP4_COLUMNS}"))
-            block = (MXFP4_COLUMNS // 2, f"{MXFP4_COLUMNS // 2}")
-            u8 = (MXFP4_DTYPE,)
-            specs += [
-                tensor_spec(f"{canonical}.weight", f"{source}_blocks", *scales, block, dtypes=u8),
-                tensor_spec(f"{canonical}.scales", f"{source}_scales", *scales, dtypes=u8),
-            ]
-        specs.append(tensor_spec(f"{canonical}.bias", f"{source}_bias", experts, rows))
-    return specs
+        format = formats.of(f"mlp.{name}")
+        source = f"{theirs}{name}_proj"
+        yield from matrix_specs(f"{ours}{name}{suffix}", source, rows, columns, format)
+
+
+def expert_tensors(
+    ours: str,
+    theirs: str,
+    count: Dim,
+    hidden: Dim,
+    width: Dim,
+    *,
+    is_joined: bool,
+    formats: LayerFormats = NO_FORMATS,
+) -> Iterator[TensorSpec]:
+    """The matrices of experts: one tensor for all of them, or tensors of each of them.
+
+    Args:
+        ours: The beginning of canonical names.
+        theirs: The beginning of names in the checkpoint.
+        count: How many experts there are.
+        hidden: The hidden size.
+        width: The width of each of them.
+        is_joined: One tensor has the matrices of all experts.
+        formats: The formats of other tensors than those.
+    """
+    ours, theirs = f"{ours}experts.", f"{theirs}experts."
+    if not is_joined:
+        for i in range(count[0]):
+            yield from mlp_tensors(ours, f"{theirs}{i}.", hidden, width, f".{i}", formats)
+        return
+    wide = (2 * width[0], f"2 * {width[1]}")
+    for part, dims in (("gate_up", (wide, hidden)), ("down", (hidden, width))):
+        yield tensor_spec(f"{ours}{part}.weight", f"{theirs}{part}_proj", count, *dims)

@@ -20,7 +20,7 @@ from .decoder import (
     same_fact,
     write_description,
 )
-from .decoder_tensors import PRE_NORMS, tensor_spec
+from .decoder_tensors import PRE_NORMS, expert_tensors, mlp_tensors, tensor_spec
 from .family import Family, TensorSpec
 from .formats import Dim
 from .hf_config import HfConfig
@@ -256,7 +256,7 @@ def _tensors(config: Mapping[str, Any], experts_key: str) -> Iterator[TensorSpec
             yield from _mixture_tensors(f"{name}mlp.", mlp, experts_key, hidden)
         else:
             width = (mlp["intermediate"], "intermediate_size")
-            yield from _mlp_tensors(f"{name}mlp.", f"{name}mlp.", "", hidden, width)
+            yield from mlp_tensors(f"{name}mlp.", f"{name}mlp.", hidden, width)
     yield tensor_spec("final_norm.weight", "norm.weight", hidden)
     if not config["ties_lm_head"]:
         yield tensor_spec("lm_head.weight", "lm_head.weight", vocab, hidden)
@@ -295,20 +295,6 @@ def _attention_tensors(
         yield tensor_spec(f"{ours}{name}.weight", f"{theirs}{source}.weight", *dims)
 
 
-def _mlp_tensors(
-    ours: str, theirs: str, suffix: str, hidden: Dim, intermediate: Dim
-) -> Iterator[TensorSpec]:
-    """The matrices of a dense MLP or of an expert, whose number is the suffix of our names."""
-    for name, rows, columns in (
-        ("gate", intermediate, hidden),
-        ("up", intermediate, hidden),
-        ("down", hidden, intermediate),
-    ):
-        yield tensor_spec(
-            f"{ours}{name}{suffix}.weight", f"{theirs}{name}_proj.weight", rows, columns
-        )
-
-
 def _mixture_tensors(
     name: str, mixture: Mapping[str, Any], experts_key: str, hidden: Dim
 ) -> Iterator[TensorSpec]:
@@ -316,20 +302,11 @@ def _mixture_tensors(
     width = (mixture["intermediate"], "moe_intermediate_size")
     yield tensor_spec(f"{name}router.weight", f"{name}gate.weight", count, hidden)
     yield tensor_spec(f"{name}router.correction.bias", f"{name}gate.e_score_correction_bias", count)
-    if "per_expert" in mixture:
-        for i in range(count[0]):
-            yield from _mlp_tensors(
-                f"{name}experts.", f"{name}experts.{i}.", f".{i}", hidden, width
-            )
-    else:
-        wide = (2 * width[0], f"2 * {width[1]}")
-        for part, dims in (("gate_up", (wide, hidden)), ("down", (hidden, width))):
-            yield tensor_spec(
-                f"{name}experts.{part}.weight", f"{name}experts.{part}_proj", count, *dims
-            )
+    is_joined = "per_expert" not in mixture
+    yield from expert_tensors(name, name, count, hidden, width, is_joined=is_joined)
     if "shared" in mixture:
         shared = (
             mixture["shared"]["intermediate"],
             "n_shared_experts * moe_intermediate_size",
         )
-        yield from _mlp_tensors(f"{name}shared.", f"{name}shared_experts.", "", hidden, shared)
+        yield from mlp_tensors(f"{name}shared.", f"{name}shared_experts.", hidden, shared)

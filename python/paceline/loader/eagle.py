@@ -103,7 +103,7 @@ def translate_eagle(
     config = _description(kind, top, layer, sizes, facts, target, notes)
     config["drafter"] = drafter
     check_description(config, (layer, top))
-    tensors = _tensors(kind, sizes, facts, drafter)
+    tensors = _tensors(kind, sizes, facts, config)
     family = Family(
         kind,
         (top.strings("architectures") or [kind])[0],
@@ -376,10 +376,11 @@ def _rope_of_target(top: Section, head_dim: int, target: Target) -> dict[str, An
 
 
 def _tensors(
-    kind: str, sizes: Sizes, facts: Facts, drafter: Mapping[str, Any]
+    kind: str, sizes: Sizes, facts: Facts, config: Mapping[str, Any]
 ) -> tuple[TensorSpec, ...]:
     """Lists every tensor but `d2t`, in the order in which the model is filled."""
     hidden = (sizes.hidden, "hidden_size")
+    drafter, entries = config["drafter"], config["layers"]
     target_hidden = drafter["target_hidden_size"]
     specs: list[TensorSpec] = []
     if facts.has_embedding:
@@ -398,19 +399,17 @@ def _tensors(
     specs.append(tensor_spec("fc.weight", "fc.weight", hidden, columns))
     if facts.has_fc_bias:
         specs.append(tensor_spec("fc.bias", "fc.bias", hidden))
-    for i in range(sizes.layers):
+    plain = Layer(FULL, sizes.kv_heads, sizes.head_dim, sizes.intermediate)
+    for i, entry in enumerate(entries):
         reads_both = kind == EAGLE3 and i == 0
         specs += layer_tensors(
             f"layers.{i}.",
             facts.first_layer if i == 0 else f"layers.{i}.",
             sizes,
-            Layer(FULL, sizes.kv_heads, sizes.head_dim, sizes.intermediate),
-            norms=_layer_norms(kind, i, facts),
-            has_qk_norm=facts.has_qk_norm,
-            has_qkv_bias=facts.has_qkv_bias,
-            has_o_bias=facts.has_o_bias,
-            has_mlp_bias=facts.has_mlp_bias,
-            attention_input=(2 * sizes.hidden, "2 * hidden_size") if reads_both else None,
+            plain,
+            entry,
+            _layer_norms(kind, i, facts),
+            (2 * sizes.hidden, "2 * hidden_size") if reads_both else None,
         )
     if facts.has_final_norm or kind == EAGLE3:
         specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))

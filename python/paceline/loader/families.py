@@ -21,7 +21,7 @@ from .decoder import (
     round_to_float32,
     same_layers,
 )
-from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
+from .decoder_tensors import decoder_tensors
 from .deepseek import deepseek_v3, glm4_moe_lite
 from .deepseek_v4 import deepseek_v4
 from .description import check_description
@@ -113,7 +113,6 @@ def _all_alike(
     """A family whose layers are all full layers of the same shape."""
     text = hf.text
     ties = text.boolean("tie_word_embeddings", False)
-    attention_bias = text.boolean("attention_bias", False)
     quantization = read_quantization(hf, DENSE_METHODS)
     check_plain_lm_head(quantization, ties_lm_head=ties)
     layers = with_formats(same_layers(sizes, (FULL,) * sizes.layers), quantization, _PREFIXES)
@@ -127,17 +126,10 @@ def _all_alike(
         activation=read_activation(text, ("hidden_act",), "silu"),
         ties_lm_head=ties,
         has_qk_norm=has_qk_norm,
-        attention_bias=attention_bias,
+        attention_bias=text.boolean("attention_bias", False),
         mlp_bias=mlp_bias,
     )
-    tensors = decoder_tensors(
-        sizes,
-        layers,
-        ties_lm_head=ties,
-        has_qk_norm=has_qk_norm,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
-    )
+    tensors = decoder_tensors(config, sizes, layers)
     return Family(
         name,
         hf.architecture,
@@ -179,7 +171,6 @@ def _gemma3(hf: HfConfig) -> Family:
     ties = (hf.top if hf.top.has("tie_word_embeddings") else text).boolean(
         "tie_word_embeddings", True
     )
-    attention_bias = text.boolean("attention_bias", False)
     quantization = read_quantization(hf, DENSE_METHODS)
     check_plain_lm_head(quantization, ties_lm_head=ties)
     layers = with_formats(same_layers(sizes, layer_types), quantization, _PREFIXES)
@@ -193,20 +184,13 @@ def _gemma3(hf: HfConfig) -> Family:
         activation=read_activation(text, ("hidden_activation", "hidden_act"), "gelu_pytorch_tanh"),
         ties_lm_head=ties,
         has_qk_norm=True,
-        attention_bias=attention_bias,
+        attention_bias=text.boolean("attention_bias", False),
         has_post_norms=True,
         norm_weight_offset=1.0,
         embed_scale=round_to_float32(math.sqrt(sizes.hidden)),
         logit_soft_cap=text.number("final_logit_softcapping", 0.0, allow_zero=True),
     )
-    tensors = decoder_tensors(
-        sizes,
-        layers,
-        ties_lm_head=ties,
-        norms=SANDWICH_NORMS,
-        has_qk_norm=True,
-        attention_bias=attention_bias,
-    )
+    tensors = decoder_tensors(config, sizes, layers)
     return Family(
         "gemma3",
         hf.architecture,

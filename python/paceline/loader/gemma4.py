@@ -28,7 +28,7 @@ from .decoder import (
     read_sizes,
     round_to_float32,
 )
-from .decoder_tensors import SANDWICH_NORMS, decoder_tensors, tensor_spec
+from .decoder_tensors import decoder_tensors, expert_tensors, tensor_spec
 from .family import Family, TensorSpec
 from .hf_config import HfConfig
 from .layer_types import FULL, SLIDING, read_layer_types
@@ -104,7 +104,6 @@ def gemma4(hf: HfConfig) -> Family:
     ties = (hf.top if hf.top.has("tie_word_embeddings") else text).boolean(
         "tie_word_embeddings", True
     )
-    attention_bias = text.boolean("attention_bias", False)
     config = describe_gemma4(
         "gemma4",
         text,
@@ -115,16 +114,7 @@ def gemma4(hf: HfConfig) -> Family:
         per_layer_inputs=per_layer_inputs,
         embed_scale=round_to_float32(math.sqrt(sizes.hidden)),
     )
-    tensors = decoder_tensors(
-        sizes,
-        layers,
-        ties_lm_head=ties,
-        norms=SANDWICH_NORMS,
-        has_qk_norm=True,
-        attention_bias=attention_bias,
-        has_layer_scale=True,
-        per_layer_inputs=per_layer_inputs,
-    )
+    tensors = decoder_tensors(config, sizes, layers)
     if experts is not None:
         for layer in config["layers"]:
             layer["mlp"] = _describe_branches(layer["mlp"], experts, sizes)
@@ -181,19 +171,15 @@ def _branch_tensors(experts: _Experts, sizes: Sizes) -> Iterator[TensorSpec]:
     """The tensors of all layers besides those of the dense MLPs."""
     count = (experts.count, "num_experts")
     hidden = (sizes.hidden, "hidden_size")
-    intermediate = (experts.intermediate, "moe_intermediate_size")
-    wide = (2 * experts.intermediate, "2 * moe_intermediate_size")
+    width = (experts.intermediate, "moe_intermediate_size")
     for i in range(sizes.layers):
         layer = f"layers.{i}."
         for name, source in _BRANCH_NORMS:
             yield tensor_spec(layer + name, layer + source, hidden)
-        for name, source, dims in (
-            ("router.weight", "router.proj.weight", (count, hidden)),
-            ("router.expert_scales", "router.per_expert_scale", (count,)),
-            ("experts.gate_up.weight", "experts.gate_up_proj", (count, wide, hidden)),
-            ("experts.down.weight", "experts.down_proj", (count, hidden, intermediate)),
-        ):
-            yield tensor_spec(f"{layer}mlp.{name}", layer + source, *dims)
+        router = f"{layer}router."
+        yield tensor_spec(f"{layer}mlp.router.weight", f"{router}proj.weight", count, hidden)
+        yield tensor_spec(f"{layer}mlp.router.expert_scales", f"{router}per_expert_scale", count)
+        yield from expert_tensors(f"{layer}mlp.", layer, count, hidden, width, is_joined=True)
 
 
 def read_gemma4_sizes(text: Section, *, is_unified: bool) -> Sizes:

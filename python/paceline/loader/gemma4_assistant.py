@@ -17,7 +17,7 @@ from typing import Any, Final
 from paceline._core import ModelFileError
 
 from .decoder import Layer, Sizes, check_common
-from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
+from .decoder_tensors import decoder_tensors, tensor_spec
 from .description import check_description
 from .drafters import (
     GEMMA4_MTP,
@@ -122,7 +122,7 @@ def translate_assistant(
         GEMMA4_MTP,
         hf.architecture,
         config,
-        _tensors(text, sizes, layers, backbone, centroids),
+        _tensors(config, sizes, layers, backbone, centroids),
         prefixes=("",),
         ignored_prefixes=() if centroids is None else (TOKEN_ORDERING,),
         ignored_sources=frozenset(f"model.{name}" for name in unused_kv_sources(layers)),
@@ -224,46 +224,24 @@ def _read_centroids(
 
 
 def _tensors(
-    text: Section,
+    config: Mapping[str, Any],
     sizes: Sizes,
     layers: Sequence[Layer],
     backbone: int,
     centroids: Mapping[str, int] | None,
 ) -> tuple[TensorSpec, ...]:
     """Lists every tensor but the order of tokens, in the order in which the model is filled."""
+    hidden, width = (sizes.hidden, "hidden_size"), (backbone, "backbone_hidden_size")
+    both = (2 * backbone, f"2 * {width[1]}")
     specs = [
-        TensorSpec(
-            "fc.weight",
-            PRE_PROJECTION,
-            (sizes.hidden, 2 * backbone),
-            "hidden_size, 2 * backbone_hidden_size",
-        ),
-        TensorSpec(
-            "feedback.weight",
-            "post_projection.weight",
-            (backbone, sizes.hidden),
-            "backbone_hidden_size, hidden_size",
-        ),
+        tensor_spec("fc.weight", PRE_PROJECTION, hidden, both),
+        tensor_spec("feedback.weight", "post_projection.weight", width, hidden),
     ]
-    for spec in decoder_tensors(
-        sizes,
-        tuple(layers),
-        ties_lm_head=False,
-        norms=SANDWICH_NORMS,
-        has_qk_norm=True,
-        attention_bias=text.boolean("attention_bias", False),
-        has_layer_scale=True,
-    ):
+    for spec in decoder_tensors(config, sizes, layers):
         # Its own embeddings are only used as its lm_head.
         if spec.name != "embed.weight":
             specs.append(dataclasses.replace(spec, source=f"model.{spec.source}"))
     if centroids is not None:
-        specs.append(
-            TensorSpec(
-                "centroids.weight",
-                CENTROIDS,
-                (centroids["count"], sizes.hidden),
-                "num_centroids, hidden_size",
-            )
-        )
+        count = (centroids["count"], "num_centroids")
+        specs.append(tensor_spec("centroids.weight", CENTROIDS, count, hidden))
     return tuple(specs)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from .decoder import (
     Layer,
-    Sizes,
     check_common,
     check_top_k,
     describe,
@@ -18,9 +18,9 @@ from .decoder import (
     same_fact,
     same_layers,
 )
-from .decoder_tensors import PRE_NORMS, layer_tensors, matrix_specs, tensor_spec
+from .decoder_tensors import decoder_tensors, expert_tensors, tensor_spec
 from .family import Family, TensorSpec
-from .formats import LayerFormats, MatrixFormat
+from .formats import MatrixFormat
 from .hf_config import HfConfig
 from .layer_types import FULL, check_full_layers
 from .quantization import (
@@ -71,7 +71,6 @@ def qwen3_moe(hf: HfConfig) -> Family:
     experts = _read_experts(text)
     is_sparse = _read_sparse_layers(text, sizes.layers, experts)
     ties = text.boolean("tie_word_embeddings", False)
-    attention_bias = text.boolean("attention_bias", False)
     activation = read_activation(text, ("hidden_act",), "silu")
     quantization = read_quantization(hf, DENSE_METHODS)
     check_plain_lm_head(quantization, ties_lm_head=ties)
@@ -91,7 +90,7 @@ def qwen3_moe(hf: HfConfig) -> Family:
         activation=activation,
         ties_lm_head=ties,
         has_qk_norm=True,
-        attention_bias=attention_bias,
+        attention_bias=text.boolean("attention_bias", False),
     )
 
     def family(others: tuple[Family, ...], *, is_joined: bool) -> Family:
@@ -101,21 +100,12 @@ def qwen3_moe(hf: HfConfig) -> Family:
             else one
             for one, layer, sparse in zip(config["layers"], layers, is_sparse, strict=True)
         ]
-        tensors = tuple(
-            _tensors(
-                sizes,
-                layers,
-                experts,
-                is_sparse,
-                ties_lm_head=ties,
-                attention_bias=attention_bias,
-                is_joined=is_joined,
-            )
-        )
+        whole = config | {"layers": described}
+        tensors = decoder_tensors(whole, sizes, layers, partial(_mixture_tensors, sizes.hidden))
         return Family(
             "qwen3_moe",
             hf.architecture,
-            config | {"layers": described},
+            whole,
             tensors,
             _PREFIXES,
             ignored_sources=input_scales(tensors),
@@ -202,61 +192,15 @@ def _describe_mixture(
     }
 
 
-def _tensors(
-    sizes: Sizes,
-    layers: tuple[Layer, ...],
-    experts: _Experts,
-    is_sparse: tuple[bool, ...],
-    *,
-    ties_lm_head: bool,
-    attention_bias: bool,
-    is_joined: bool,
-) -> Iterator[TensorSpec]:
-    hidden = (sizes.hidden, "hidden_size")
-    vocab = (sizes.vocab, "vocab_size")
-    yield tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden)
-    for i, (layer, sparse) in enumerate(zip(layers, is_sparse, strict=True)):
-        name = f"layers.{i}."
-        yield from layer_tensors(
-            name,
-            name,
-            sizes,
-            layer,
-            norms=PRE_NORMS,
-            has_qk_norm=True,
-            has_qkv_bias=attention_bias,
-            has_o_bias=attention_bias,
-            has_dense_mlp=not sparse,
-        )
-        if sparse:
-            yield from _mixture_tensors(
-                f"{name}mlp.", sizes.hidden, experts, layer.formats, is_joined=is_joined
-            )
-    yield tensor_spec("final_norm.weight", "norm.weight", hidden)
-    if not ties_lm_head:
-        yield tensor_spec("lm_head.weight", "lm_head.weight", vocab, hidden)
-
-
 def _mixture_tensors(
-    mlp: str, hidden_size: int, experts: _Experts, formats: LayerFormats, *, is_joined: bool
+    hidden_size: int, mlp: str, mixture: Mapping[str, Any], layer: Layer
 ) -> Iterator[TensorSpec]:
-    """The router and the experts of a layer, whose names begin with `mlp` on both sides."""
-    count = (experts.count, "num_experts")
+    """The router and the experts of a layer."""
+    count = (mixture["num_experts"], "num_experts")
     hidden = (hidden_size, "hidden_size")
-    intermediate = (experts.intermediate, "moe_intermediate_size")
+    width = (mixture["intermediate"], "moe_intermediate_size")
+    is_joined = "per_expert" not in mixture
     yield tensor_spec(f"{mlp}router.weight", f"{mlp}gate.weight", count, hidden)
-    ours = theirs = f"{mlp}experts."
-    if is_joined:
-        wide = (2 * experts.intermediate, "2 * moe_intermediate_size")
-        yield tensor_spec(f"{ours}gate_up.weight", f"{theirs}gate_up_proj", count, wide, hidden)
-        yield tensor_spec(f"{ours}down.weight", f"{theirs}down_proj", count, hidden, intermediate)
-        return
-    for e in range(experts.count):
-        for name, rows, columns, format in (
-            ("gate", intermediate, hidden, formats.gate_up),
-            ("up", intermediate, hidden, formats.gate_up),
-            ("down", hidden, intermediate, formats.down),
-        ):
-            yield from matrix_specs(
-                f"{ours}{name}.{e}", f"{theirs}{e}.{name}_proj", rows, columns, format
-            )
+    yield from expert_tensors(
+        mlp, mlp, count, hidden, width, is_joined=is_joined, formats=layer.formats
+    )
