@@ -23,14 +23,15 @@ from paceline.chat_messages import (
     plain_data,
 )
 from paceline.checks import check_bool, check_path, check_text, parse_json, quoted, shorten
-from paceline.loader.chat_files import (
+from paceline.loader.files import (
     MORE_TEMPLATES,
     OLD_TEMPLATE_NAME,
     SPECIAL_TOKENS_NAME,
     TEMPLATE_NAME,
     TOKENIZER_CONFIG_NAME,
+    exists,
+    read_file,
 )
-from paceline.loader.files import exists, read_file
 from paceline.loader.section import MAX_CONFIG_BYTES
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from typing import Final, NoReturn
 
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.checks import shorten
-from paceline.loader.chat_files import CHAT_NAMES, is_more_template
 from paceline.loader.converted import FOLDER_NAME
-from paceline.loader.files import exists, find
+from paceline.loader.files import CHAT_NAMES, exists, find, is_more_template
 from paceline.loader.folder import (
     CONFIG_NAME,
     GENERATION_NAME,

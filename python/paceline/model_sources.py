@@ -23,7 +23,7 @@ from paceline.loader.deepseek_v4_dspark import has_stage
 from paceline.loader.drafter_checkpoint import detect_method, stated_num_drafts
 from paceline.loader.files import exists, find
 from paceline.loader.folder import TOKENIZER_NAME
-from paceline.loader.speculators import CURE, Speculators, read_speculators
+from paceline.loader.kinds import CURE, Speculators, read_speculators
 from paceline.speculative_config import SpeculativeConfig
 from paceline.speculative_fields import BLOCK_METHODS
 

@@ -24,7 +24,7 @@ from paceline.loader import detect_method, open_checkpoint, open_drafter
 from paceline.loader.binding import BoundTensor
 from paceline.loader.convert import convert
 from paceline.loader.family import TensorSpec
-from paceline.loader.mask_row import _with_row
+from paceline.loader.pickles import _with_row
 from tiny_models import TinySpec, edit_config, edit_tensors, load_tensors, make
 
 TARGET = TinySpec("qwen3", seed=50, num_layers=8, vocab_size=96, tokenizer_size=0)

@@ -13,8 +13,7 @@ from .dummy import dummy_drafter, dummy_model, load_dummy, load_dummy_drafter
 from .families import ARCHITECTURES, check_dtype, decoder_config
 from .folder import CheckpointFolder
 from .load import load_checkpoint, load_drafter, load_pair
-from .loaded_model import LoadedModel
-from .pairs import check_compatible
+from .loaded_model import LoadedModel, check_compatible
 from .state_dict import StateDict, memory_config, memory_tokenizer
 from .tokenizer import TokenizerInfo, check_tokenizers
 

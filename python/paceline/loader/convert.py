@@ -19,7 +19,6 @@ from paceline.progress import progress_bar
 
 from .binding import BoundTensor
 from .block_kinds import block_subfolders, num_block_drafts, own_block_kind
-from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
 from .drafter_checkpoint import (
@@ -30,9 +29,9 @@ from .drafter_checkpoint import (
 )
 from .drafters import BLOCK_KINDS, MTP
 from .families import check_dtype
+from .files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
-from .mask_row import add_mask_row
-from .pickles import convert_pickle, read_pickle
+from .pickles import add_mask_row, convert_pickle, read_pickle
 from .safetensors_writer import NewTensor, float_bytes, write_safetensors
 from .tokenizer import TokenizerInfo, check_tokenizers
 

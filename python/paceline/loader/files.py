@@ -8,6 +8,7 @@ A folder may come from anywhere. Opening a FIFO would wait for its writer, and a
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Final
@@ -126,3 +127,25 @@ def _check_regular(path: Path, what: str, status: os.stat_result) -> None:
 
 def _reason(error: OSError | ValueError) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+# ---- names of files with chat templates and special tokens ---------------------------------------
+
+TOKENIZER_CONFIG_NAME: Final = "tokenizer_config.json"
+SPECIAL_TOKENS_NAME: Final = "special_tokens_map.json"
+TEMPLATE_NAME: Final = "chat_template.jinja"
+OLD_TEMPLATE_NAME: Final = "chat_template.json"
+CHAT_NAMES: Final = (
+    TOKENIZER_CONFIG_NAME,
+    SPECIAL_TOKENS_NAME,
+    TEMPLATE_NAME,
+    OLD_TEMPLATE_NAME,
+)
+# The folder of further chat templates.
+MORE_TEMPLATES: Final = "additional_chat_templates"
+_MORE_TEMPLATE: Final = re.compile(rf"{MORE_TEMPLATES}/\w[\w-]*\.jinja", re.ASCII)
+
+
+def is_more_template(name: str) -> bool:
+    """Returns whether a name, relative to the folder, is that of a further chat template."""
+    return _MORE_TEMPLATE.fullmatch(name) is not None

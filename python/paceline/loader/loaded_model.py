@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded model."""
+"""A loaded model, and whether a target and a drafter fit each other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import OpenedModel
 from .drafter_checkpoint import DRAFT_MODEL
-from .drafters import Target
+from .drafters import GEMMA4_MTP, Target
+from .gemma4_assistant import check_reads_layers_of
 from .section import Section
-from .tokenizer import TokenizerInfo
+from .tokenizer import TokenizerInfo, check_tokenizers
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -104,3 +105,65 @@ class LoadedModel:
     def as_target(self) -> Target:
         """The facts that a draft head for this model must fit."""
         return Target(self.path, self.architecture, self.config, self.weight_dtype)
+
+
+# ---- do target and drafter fit? ------------------------------------------------------------------
+
+
+def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
+    """Checks that a drafter's token ids mean what the target's mean.
+
+    With dummy weights token ids have no meaning, so without both tokenizers there is nothing to
+    compare. A draft head seldom comes with a tokenizer; its sizes are checked.
+
+    Raises:
+        ValueError: The tokenizers differ, or one is missing and the embedding tables have different
+            numbers of rows.
+    """
+    if draft.method != DRAFT_MODEL:
+        check_drafter_fits(target, draft)
+        if target.tokenizer is None or draft.tokenizer is None:
+            return
+    has_both = target.tokenizer is not None and draft.tokenizer is not None
+    if target.is_dummy and draft.is_dummy and not has_both:
+        return
+    check_tokenizers(
+        target.path,
+        target.tokenizer,
+        target.vocab_size,
+        draft.path,
+        draft.tokenizer,
+        draft.vocab_size,
+    )
+
+
+def check_drafter_fits(target: LoadedModel, draft: LoadedModel) -> None:
+    """Checks that a draft head fits a target, which need not be the one it was loaded for.
+
+    Raises:
+        ValueError: Sizes or dtypes differ; names both values.
+    """
+    target_hidden_size = draft.config["drafter"]["target_hidden_size"]
+    for what, ours, theirs in (
+        ("hidden size", target.config["hidden_size"], target_hidden_size),
+        ("vocabulary", target.vocab_size, draft.vocab_size),
+        ("weight dtype", target.weight_dtype, draft.weight_dtype),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"{draft.path}: the drafter was loaded for a target whose {what} is {theirs!r}, "
+                f"but that of {target.path} is {ours!r}"
+            )
+    if draft.method != GEMMA4_MTP:
+        return
+    if draft.config["embed_scale"] != target.config["embed_scale"]:
+        raise ValueError(
+            f"{draft.path}: the drafter was loaded for a target that multiplies its embeddings by "
+            f"{draft.config['embed_scale']}, but {target.path} does by "
+            f"{target.config['embed_scale']}"
+        )
+    check_reads_layers_of(
+        draft.config,
+        target.as_target(),
+        f"{draft.path}: the drafter was loaded for another target:",
+    )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paceline convert --allow-pickle`: reads pickles, weights only.
 
-They are the tensors of an EAGLE draft head, and the embedding of a block drafter's mask tokens.
+They are the tensors of an EAGLE draft head, and a block drafter's own embedding for mask tokens,
+which takes the place of a row of the target's. z-lab's folders may have it as a pickle.
+`paceline convert` gives such a drafter embeddings of its own: a copy of the target's with that row.
 
 This is the only file that imports torch. Its weights-only reader builds tensors and refuses a
 pickle that asks for anything else.
@@ -12,19 +14,24 @@ from __future__ import annotations
 import functools
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline._core import ModelFileError
 
+from .binding import BoundTensor
+from .block_facts import tensor_prefix
+from .block_kinds import block_kind_of_config, block_section, read_mask_token
 from .drafter_checkpoint import DRAFT_MODEL, detect_method
+from .drafters import Target, made_for_another
 from .files import open_regular, read_file
 from .folder import CONFIG_NAME, PICKLE_NAME, TOKENIZER_NAME, CheckpointFolder
-from .safetensors_writer import NewTensor, write_safetensors
+from .safetensors_writer import NewTensor, float_bytes, write_safetensors
 from .section import MAX_CONFIG_BYTES
 from .state_dict import MemoryTensors
-from .weight_files import WEIGHTS_NAME
+from .tensor_source import WeightMap
+from .weight_files import WEIGHTS_NAME, open_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,3 +189,76 @@ def _read_tensors(path: Path) -> Mapping[str, torch.Tensor]:
                 f"the file's {size} bytes"
             )
     return tensors
+
+
+# ---- the row of mask tokens ----------------------------------------------------------------------
+
+
+def add_mask_row(
+    source: CheckpointFolder, pickle: Path, target: Target, out: Path
+) -> CheckpointFolder:
+    """Gives a block drafter embeddings of its own.
+
+    Args:
+        source: The drafter's folder.
+        pickle: The file with the embedding of mask tokens.
+        target: The target, with its tensors.
+        out: An empty folder for the embeddings, which must stay while they are read.
+
+    Returns:
+        The folder `source` with its tensors and the embeddings.
+
+    Raises:
+        ModelNotFoundError: A file is missing.
+        ModelFileError: The file holds anything else, or contradicts the configuration.
+        NotImplementedError: The drafter is no block drafter, or has embeddings of its own;
+            or torch is not installed.
+        ValueError: It was made for another target.
+        OSError: `out` cannot be written.
+    """
+    top = source.config
+    if block_kind_of_config(top) is None:
+        raise NotImplementedError(
+            f"{pickle}: only drafters for 'dflash', 'dflash2' and 'dspark' have mask tokens, and "
+            f"{top.source} describes another model; expected no such file"
+        )
+    owners = source.weights.owners
+    name = f"{tensor_prefix(owners)}embed_tokens.weight"
+    if name in owners:
+        raise NotImplementedError(
+            f"{pickle}: {owners[name].path} has {name!r}, in which mask tokens have a row already; "
+            "supported: one of the two"
+        )
+    mask_token = read_mask_token(top, block_section(top), target.vocab_size)
+    token, row = read_mask_embedding(pickle)
+    if token != mask_token:
+        raise ModelFileError(
+            f"{pickle}: 'mask_token_id' is {token}, but {top.source} says {mask_token}; expected "
+            "the same"
+        )
+    table = target.tables["embed.weight"]
+    rows, hidden = table.spec.shape
+    if len(row) != hidden:
+        raise ValueError(
+            f"{made_for_another(top)} the embedding in {pickle} has {len(row)} elements, but those "
+            f"of {target.path} have {hidden}"
+        )
+    chunks = functools.partial(_with_row, table, token, row)
+    new = NewTensor(name, table.dtype, (rows, hidden), chunks)
+    write_safetensors(out / WEIGHTS_NAME, [new], {"format": "pt", "from": pickle.name})
+    weights = WeightMap(source.weights.where, {**owners, **open_weights(out).owners})
+    return CheckpointFolder(source.path, weights)
+
+
+def _with_row(table: BoundTensor, index: int, row: npt.NDArray[np.float32]) -> Iterator[bytes]:
+    """The bytes of a table in which one row is replaced."""
+    new = float_bytes(row, table.dtype)
+    first = index * len(new)
+    begin = 0
+    for part in table.shard.chunks(table.source):
+        end = begin + len(part)
+        low, high = max(first, begin), min(first + len(new), end)
+        if low < high:
+            part = part[: low - begin] + new[low - first : high - first] + part[high - begin :]
+        yield part
+        begin = end
