@@ -29,13 +29,7 @@ from paceline.server.connection import (
 from paceline.server.cors import allow_origins
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.exchange import REQUEST_ID, error_response
-from paceline.server.field_schemas import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    MAX_MESSAGES,
-    MESSAGE_FIELDS,
-    RESPONSE_FIELDS,
-)
+from paceline.server.field_schemas import FIELDS, MAX_MESSAGES
 from paceline.server.fields import ChatCall, ServedModel, Wishes, read_chat, read_completion
 from paceline.server.generation import Generation
 from paceline.server.guard import API_KEY, GENERATING_PATHS, App, Guard, Scope
@@ -167,12 +161,7 @@ def _facts(service: Service) -> dict[str, Endpoint]:
             "max_body_bytes": service.limits.max_body_bytes,
             "max_messages": MAX_MESSAGES,
             "tool_call_parser": None if service.text_format is None else service.text_format.name,
-            "fields": {
-                "/v1/completions": sorted(COMPLETION_FIELDS),
-                "/v1/chat/completions": sorted(CHAT_FIELDS),
-                "/v1/responses": sorted(RESPONSE_FIELDS),
-                "/v1/messages": sorted(MESSAGE_FIELDS),
-            },
+            "fields": {path: sorted(FIELDS[path]) for path in GENERATING_PATHS},
         }
         return JsonResponse(llm.capabilities() | {"server": served})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.checks import check_int, shorten
 from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
@@ -21,6 +21,8 @@ from paceline.server.field_schemas import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     MAX_MESSAGES,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
     ROLES,
     SAMPLING,
 )
@@ -31,44 +33,6 @@ from paceline.server.structured import calls_grammar, in_format, take_structured
 from paceline.server.thinking import Thinking, with_effort
 from paceline.server.tools import check_tool_calls, check_tools, chosen_tools
 from paceline.structured_outputs import StructuredOutputsParams
-
-_BEAMS: Final = "there is no beam search; leave it out"
-_LEAVE: Final = "leave it out"
-# By field: what to do instead, and the values that are the same as leaving it out.
-REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "guided_decoding_backend": ("llguidance reads all grammars; leave it out", ()),
-    "guided_whitespace_pattern": ("structured_outputs has whitespace_pattern", ()),
-    "kv_transfer_params": (_LEAVE, ()),
-    "length_penalty": (_BEAMS, (1.0, 1)),
-    "logits_processors": ("logit_bias, bad_words and allowed_token_ids change logits", ()),
-    "priority": ("requests run in the order in which they arrive; leave it out", (0,)),
-    "store": ("the server stores nothing; leave it out", (False,)),
-    "truncate_prompt_tokens": ("shorten the prompt itself", ()),
-    "use_beam_search": (_BEAMS, (False,)),
-    "vllm_xargs": (_LEAVE, ()),
-}
-_TOOLS: Final = "the fields tools and tool_choice have taken its place"
-_REFUSED_IN_COMPLETIONS: Final = REFUSED | {
-    "add_special_tokens": ("give the prompt as token ids, which /tokenize makes", (True,)),
-    "messages": ("send them to /v1/chat/completions", ()),
-    "prompt_embeds": ("models read text and token ids only", ()),
-    "suffix": ("models continue the prompt only; leave it out", ("",)),
-}
-_REFUSED_IN_CHATS: Final = REFUSED | {
-    "add_special_tokens": ("the chat template writes the special tokens", (False,)),
-    "audio": ("models read and write text only", ()),
-    "chat_template": ("the server's --chat-template or the checkpoint's own is used", ()),
-    "documents": ("give them in chat_template_kwargs if the template reads them", ()),
-    "echo": ("put the prompt before the text yourself", (False,)),
-    "function_call": (_TOOLS, ("none",)),
-    "functions": (_TOOLS, ()),
-    "include_reasoning": ("the reasoning is sent in any case; leave it out", (True,)),
-    "mm_processor_kwargs": ("models read text only", ()),
-    "modalities": ("models write text only", (["text"],)),
-    "prediction": ("the server's --speculative-config names the drafter; leave it out", ()),
-    "prompt": ("send it to /v1/completions", ()),
-    "web_search_options": (_LEAVE, ()),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +142,7 @@ def read_completion(
     )
     if echoes and wishes.is_streamed:
         raise refusal("echo is true and stream is too; allowed: one of them", "echo")
-    fields.finish(COMPLETION_FIELDS, _REFUSED_IN_COMPLETIONS)
+    fields.finish(COMPLETION_FIELDS, REFUSED_IN_COMPLETIONS)
     return CompletionCall(prompts, wishes)
 
 
@@ -232,7 +196,7 @@ def read_chat(
         max_tokens=most,
         prompt_logprobs=fields.take("prompt_logprobs"),
     )
-    fields.finish(CHAT_FIELDS, _REFUSED_IN_CHATS)
+    fields.finish(CHAT_FIELDS, REFUSED_IN_CHATS)
     return ChatCall(messages, arguments, make_parser, wishes)
 
 

@@ -12,9 +12,14 @@ from paceline.limits import MAX_INT
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields, object_of
 from paceline.server.errors import refusal, wrong_field
-from paceline.server.field_schemas import COUNT_FIELDS, MESSAGE_FIELDS, SINGLE_SAMPLING
+from paceline.server.field_schemas import (
+    COUNT_FIELDS,
+    MESSAGE_FIELDS,
+    REFUSED_IN_MESSAGES,
+    SINGLE_SAMPLING,
+    Refused,
+)
 from paceline.server.fields import (
-    REFUSED,
     ChatCall,
     ServedModel,
     check_conversation,
@@ -27,27 +32,15 @@ from paceline.server.thinking import with_effort, with_switch
 from paceline.structured_outputs import StructuredOutputsParams
 
 _SAMPLING: Final = tuple(name for name in SINGLE_SAMPLING if name != "stop")
-_STORES: Final = "the server stores nothing; send the whole conversation"
-_REFUSED: Final = REFUSED | {
-    "container": ("the server runs no tools; leave it out", ()),
-    "context_management": ("shorten the conversation itself", ()),
-    "inference_geo": ("leave it out", ()),
-    "max_completion_tokens": ("the name is max_tokens", ()),
-    "mcp_servers": ("the client calls the tools; leave it out", ()),
-    "n": ("a message has one output; send several requests", (1,)),
-    "output_format": ("the name is output_config.format", ()),
-    "previous_message_id": (_STORES, ()),
-    "reasoning_effort": ("the name is output_config.effort", ()),
-    "response_format": ("the name is output_config.format", ()),
-    "stop": ("the name is stop_sequences", ()),
-    "stream_options": ("a stream has its usage in any case; leave it out", ({},)),
+_REFUSED_IN_COUNTS: Final[Refused] = {
+    **REFUSED_IN_MESSAGES,
+    **{
+        name: ("it says nothing of the prompt; leave it out", ())
+        for name in MESSAGE_FIELDS
+        if name not in COUNT_FIELDS
+    },
 }
-_REFUSED_IN_COUNTS: Final = _REFUSED | {
-    name: ("it says nothing of the prompt; leave it out", ())
-    for name in MESSAGE_FIELDS
-    if name not in COUNT_FIELDS
-}
-_TIERS: Final = ("auto", "standard_only")
+_TIERS: Final = MESSAGE_FIELDS["service_tier"]["enum"]
 
 
 class _Prompt(NamedTuple):
@@ -76,7 +69,7 @@ def read_message(
     stops = _take_stops(fields)
     wishes = single_wishes(fields, default, _SAMPLING, stop=stops)
     _take_no_effect(fields)
-    fields.finish(MESSAGE_FIELDS, _REFUSED)
+    fields.finish(MESSAGE_FIELDS, REFUSED_IN_MESSAGES)
     return ChatCall(prompt.messages, prompt.arguments, make_parser, wishes)
 
 

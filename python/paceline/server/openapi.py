@@ -7,22 +7,14 @@ The usual pages for such a description load scripts from other hosts.
 from __future__ import annotations
 
 import html
+import tomllib
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final
 
 import paceline
 from paceline.server.exchange import MESSAGE_PATHS, OPEN_PATHS
-from paceline.server.field_schemas import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    COUNT_FIELDS,
-    DETOKENIZE_FIELDS,
-    MESSAGE_FIELDS,
-    RESPONSE_FIELDS,
-    TOKENIZE_FIELDS,
-    Schema,
-    Schemas,
-)
+from paceline.server.field_schemas import FIELDS, Schema, Schemas
 from paceline.server.live_page import policy_headers
 
 # They take values of what is refused that are the same as leaving the field out.
@@ -32,75 +24,28 @@ _OTHERS: Final = (
 )
 
 
-class _Body(NamedTuple):
-    """The body of a route."""
-
-    name: str
-    fields: Schemas
-    required: tuple[str, ...] = ()
-    streams: bool = True
-
-
-_BODIES: Final[dict[str, tuple[str, _Body]]] = {
-    "/v1/completions": (
-        "Continues one prompt or several.",
-        _Body("Completion", COMPLETION_FIELDS, ("prompt",)),
-    ),
-    "/v1/chat/completions": (
-        "Writes the next message of a conversation.",
-        _Body("Chat", CHAT_FIELDS, ("messages",)),
-    ),
-    "/v1/responses": (
-        "The same as a list of items, in the form of OpenAI's newer API.",
-        _Body("Response", RESPONSE_FIELDS, ("input",)),
-    ),
-    "/v1/messages": (
-        "The same in the form of Anthropic's API.",
-        _Body("Message", MESSAGE_FIELDS, ("messages", "max_tokens")),
-    ),
-    "/v1/messages/count_tokens": (
-        "Counts the tokens of a prompt of /v1/messages.",
-        _Body("MessageCount", COUNT_FIELDS, ("messages",), streams=False),
-    ),
-    "/tokenize": (
-        "Converts a prompt, or messages, to token ids.",
-        _Body("Tokenize", TOKENIZE_FIELDS, streams=False),
-    ),
-    "/detokenize": (
-        "Converts token ids to text.",
-        _Body("Detokenize", DETOKENIZE_FIELDS, ("tokens",), False),
-    ),
-}
-_FACTS: Final[dict[str, tuple[str, str]]] = {
-    "/": ("A page that shows where each token of an output came from.", "text/html"),
-    "/docs": ("This description as a page.", "text/html"),
-    "/openapi.json": ("This description.", "application/json"),
-    "/v1/models": ("The names of the model.", "application/json"),
-    "/v1/models/{name}": ("One of them.", "application/json"),
-    "/v1/capabilities": ("What this version and this server support.", "application/json"),
-    "/v1/stats": ("The figures of the engine.", "application/json"),
-    "/health": ("200 while requests can run.", "application/json"),
-    "/ping": ("Another name of /health.", "application/json"),
-    "/metrics": ("Figures for Prometheus.", "text/plain"),
-    "/version": ("The version.", "application/json"),
-}
+# What routes.toml says.
+_ROUTES: Final[dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("routes.toml").read_text(encoding="utf-8")
+)
 #: The paths of all routes, but for those that end with a name.
-PATHS: Final = frozenset((*_BODIES, *_FACTS)) - {"/v1/models/{name}"}
+PATHS: Final = frozenset((*_ROUTES["bodies"], *_ROUTES["facts"])) - {"/v1/models/{name}"}
 
 
 def document() -> dict[str, Any]:
     """Returns the description of all routes, in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Any] = {"Error": _ERROR, "MessageError": _MESSAGE_ERROR}
-    for path, (text, body) in _BODIES.items():
-        schemas[body.name] = _schema(body)
+    for path, body in _ROUTES["bodies"].items():
+        name = body["name"]
+        schemas[name] = _schema(FIELDS[path], body["required"])
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-        if body.streams:
+        if body["streams"]:
             content["text/event-stream"] = {"schema": {"type": "string"}}
-        asked = {"required": True, "content": _json_of(body.name)}
-        described = _operation(f"post{body.name}", path, text, "The result.", content)
+        asked = {"required": True, "content": _json_of(name)}
+        described = _operation(f"post{name}", path, body["text"], "The result.", content)
         paths[path] = {"post": described | {"requestBody": asked}}
-    for path, (text, kind) in _FACTS.items():
+    for path, (text, kind) in _ROUTES["facts"].items():
         name = "get" + "".join(filter(str.isalnum, path.title()))
         fact = _operation(name, path, text, text, {kind: {}})
         if "{name}" in path:
@@ -139,11 +84,11 @@ def _operation(
     }
 
 
-def _schema(body: _Body) -> Schema:
+def _schema(fields: Schemas, required: list[str]) -> Schema:
     """The schema of a body: a field that is null counts as absent."""
     properties = {}
-    for name, schema in sorted(body.fields.items()):
-        if name not in body.required:
+    for name, schema in sorted(fields.items()):
+        if name not in required:
             text = schema.get("description", "")
             bare = {key: value for key, value in schema.items() if key != "description"}
             schema = {"anyOf": [bare, {"type": "null"}], "description": text}
@@ -151,7 +96,7 @@ def _schema(body: _Body) -> Schema:
     return {
         "type": "object",
         "properties": properties,
-        "required": list(body.required),
+        "required": required,
         "additionalProperties": False,
     }
 

@@ -10,9 +10,13 @@ from paceline.checks import check_text, shorten
 from paceline.limits import MAX_INT
 from paceline.server.bodies import Fields, object_of
 from paceline.server.errors import refusal, wrong_field
-from paceline.server.field_schemas import RESPONSE_FIELDS, ROLES, SINGLE_SAMPLING
+from paceline.server.field_schemas import (
+    REFUSED_IN_RESPONSES,
+    RESPONSE_FIELDS,
+    ROLES,
+    SINGLE_SAMPLING,
+)
 from paceline.server.fields import (
-    REFUSED,
     ChatCall,
     ServedModel,
     check_conversation,
@@ -24,23 +28,6 @@ from paceline.server.no_effect import take_no_effect
 from paceline.server.structured import GUIDED_FIELDS, params_of_format, take_structured
 from paceline.server.thinking import with_effort
 
-_STORES: Final = "the server stores nothing; send the whole conversation in input"
-_REFUSED: Final = REFUSED | {
-    "background": ("a response is made while its client waits", (False,)),
-    "conversation": (_STORES, ()),
-    "include": ("there is nothing to include", ([],)),
-    "max_tokens": ("the name is max_output_tokens", ()),
-    "max_tool_calls": ("the client calls the tools; leave it out", ()),
-    "messages": ("send them as input, or to /v1/chat/completions", ()),
-    "n": ("a response has one output; send several requests", (1,)),
-    "previous_response_id": (_STORES, ()),
-    "prompt": ("there are no stored prompts; send input", ()),
-    "reasoning_effort": ("the name is reasoning.effort", ()),
-    "stream_options": ("a stream has its usage in any case; leave it out", ({},)),
-    "response_format": ("the name is text.format", ()),
-    "top_logprobs": ("/v1/chat/completions has logprobs", (0,)),
-    "truncation": ("shorten the input itself", ("disabled",)),
-}
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 
@@ -96,7 +83,7 @@ def read_response(
         "user": passive.get("user"),
         "reasoning": {"effort": effort, "summary": None},
     }
-    fields.finish(RESPONSE_FIELDS, _REFUSED)
+    fields.finish(RESPONSE_FIELDS, REFUSED_IN_RESPONSES)
     return ChatCall(check_conversation(messages, "input"), arguments, make_parser, wishes, shown)
 
 

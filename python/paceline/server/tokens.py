@@ -10,7 +10,7 @@ from paceline.checks import check_text
 from paceline.prompts import check_prompt_chars
 from paceline.server.bodies import Fields
 from paceline.server.errors import TOO_LONG, ApiError, refusal, wrong_field
-from paceline.server.field_schemas import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from paceline.server.field_schemas import DETOKENIZE_FIELDS, REFUSED_IN_TOKENIZE, TOKENIZE_FIELDS
 from paceline.server.fields import take_conversation
 from paceline.server.message_fields import read_counted
 from paceline.server.tools import check_tools
@@ -18,11 +18,6 @@ from paceline.token_bound import min_num_tokens
 
 if TYPE_CHECKING:
     from paceline.server.service import Service
-
-_REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "chat_template": ("the server's --chat-template or the checkpoint's own is used", ()),
-}
-
 
 # What makes a prompt of messages; a prompt that is given needs none of it.
 _OF_MESSAGES: Final = (
@@ -70,7 +65,7 @@ def read_tokenize(service: Service, given: dict[str, Any]) -> Conversion:
                     "with them",
                     other,
                 )
-    fields.finish(TOKENIZE_FIELDS, _REFUSED)
+    fields.finish(TOKENIZE_FIELDS, REFUSED_IN_TOKENIZE)
 
     def convert() -> dict[str, Any]:
         text = prompt
