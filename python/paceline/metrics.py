@@ -3,27 +3,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-# By vLLM's name: the key of `_core.Executor.stats`.
-_COUNTERS: Final = {
-    "vllm:prompt_tokens": "num_prompt_tokens",
-    "vllm:generation_tokens": "num_emitted_tokens",
-    "vllm:prefix_cache_queries": "num_prefix_query_tokens",
-    "vllm:prefix_cache_hits": "num_prefix_hit_tokens",
-    "vllm:num_preemptions": "num_preemptions",
-}
-_GAUGES: Final = {
-    "vllm:num_requests_running": "num_running",
-    "vllm:num_requests_waiting": "num_waiting",
-}
-_DRAFT_COUNTERS: Final = {
-    "vllm:spec_decode_num_drafts": "num_verify_windows",
-    "vllm:spec_decode_num_draft_tokens": "num_draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens": "num_accepted_tokens",
-}
+#: What metrics.toml says.
+FIGURES: Final[dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -65,12 +54,23 @@ def metrics(stats: Mapping[str, Any], *, is_speculative: bool) -> list[Metric]:
         stats: The result of `_core.Executor.stats`.
         is_speculative: Whether there is a drafter; without one its figures are absent.
     """
-    slabs = stats["kv_num_slabs"]
-    used = (slabs - stats["kv_free_slabs"]) / slabs if slabs else 0.0
-    counters = _COUNTERS | (_DRAFT_COUNTERS if is_speculative else {})
-    found: list[Metric] = [Counter(name, stats[key]) for name, key in counters.items()]
+    named = [
+        (kind, f"vllm:{vllm}", stats[key])
+        for kind, key, _, *names in FIGURES["engine"].values()
+        for vllm in names
+    ]
+    found: list[Metric] = [Counter(name, value) for kind, name, value in named if kind == "counter"]
     if is_speculative:
+        drafts = FIGURES["drafts"]
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            found.append(Counter(f"vllm:spec_decode_{name}", stats[drafts[name][0]]))
         accepted = list(stats["accepted_per_position"])
         found.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", accepted))
-    found += [Gauge(name, float(stats[key])) for name, key in _GAUGES.items()]
-    return [*found, Gauge("vllm:kv_cache_usage_perc", used)]
+    found += [Gauge(name, float(value)) for kind, name, value in named if kind == "gauge"]
+    return [*found, Gauge("vllm:kv_cache_usage_perc", used_share(stats))]
+
+
+def used_share(stats: Mapping[str, Any]) -> float:
+    """The share of the KV pool in use."""
+    slabs = stats["kv_num_slabs"]
+    return float((slabs - stats["kv_free_slabs"]) / slabs) if slabs else 0.0

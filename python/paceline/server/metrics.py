@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import paceline
+from paceline.metrics import FIGURES, used_share
 from paceline.outputs import RequestOutput, StreamChunk
 
 if TYPE_CHECKING:
@@ -208,59 +209,17 @@ class _Made(Collector):
 
 _COUNTER: Final = CounterMetricFamily
 _GAUGE: Final = GaugeMetricFamily
-# Of an engine: the name, the key of its statistics, vLLM's name, and the text.
-_ENGINE: Final[tuple[tuple[type[_Family], str, str, str | None, str], ...]] = (
-    (_COUNTER, "prompt_tokens", "num_prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
-    (
-        *(_COUNTER, "cached_prompt_tokens", "num_shared_tokens", None),
-        "Prompt tokens whose KV was taken over instead of being computed.",
-    ),
-    (
-        *(_COUNTER, "prefix_cache_queries", "num_prefix_query_tokens", "prefix_cache_queries"),
-        "Prompt tokens that the prefix cache was asked for.",
-    ),
-    (
-        *(_COUNTER, "prefix_cache_hits", "num_prefix_hit_tokens", "prefix_cache_hits"),
-        "Prompt tokens that the prefix cache had.",
-    ),
-    (_COUNTER, "generation_tokens", "num_emitted_tokens", "generation_tokens", "Tokens delivered."),
-    (_COUNTER, "iterations", "num_iterations", None, "Iterations."),
-    (_COUNTER, "preemptions", "num_preemptions", "num_preemptions", "Preemptions."),
-    (_COUNTER, "outputs_failed", "num_failed", None, "Outputs that ended with an error."),
-    (_COUNTER, "outputs_cancelled", "num_cancelled", None, "Outputs that were cancelled."),
-    (_GAUGE, "outputs_running", "num_running", "num_requests_running", "Outputs that run."),
-    (_GAUGE, "outputs_waiting", "num_waiting", "num_requests_waiting", "Outputs that wait."),
-    (_GAUGE, "uptime_seconds", "uptime_s", None, "Since the engine started."),
-)
-_GROUP: Final[tuple[tuple[type[_Family], str, str], ...]] = (
-    (_GAUGE, "held", "Blocks of a KV group that outputs hold."),
-    (_GAUGE, "quarantined", "Blocks of a KV group that wait for iterations in flight."),
-    (_GAUGE, "cached", "Blocks of a KV group that no output holds, in the prefix cache."),
-    (_GAUGE, "max", "Blocks of a KV group if it had the whole pool."),
-    (_COUNTER, "hit", "Blocks of a KV group taken over from the prefix cache."),
-    (_COUNTER, "evicted", "Cached blocks of a KV group that made room for others."),
-)
-# Of drafts: the name, which is also vLLM's, the key, and the text.
-_DRAFTS: Final = (
-    ("num_drafts", "num_verify_windows", "Iterations of outputs with drafts."),
-    ("num_draft_tokens", "num_draft_tokens", "Drafts verified."),
-    ("num_accepted_tokens", "num_accepted_tokens", "Drafts accepted."),
-    ("num_draft_tokens_per_pos", "drafted_per_position", "Drafts verified, by position."),
-    ("num_accepted_tokens_per_pos", "accepted_per_position", "Drafts accepted, by position."),
-)
+_KINDS: Final[dict[str, type[_Family]]] = {"counter": _COUNTER, "gauge": _GAUGE}
 
 
 def _add_engine(
     families: _Families, engine: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    for kind, name, key, vllm, text in _ENGINE:
-        families.add(kind, name, text, engine[key], vllm)
-    slabs = engine["kv_num_slabs"]
-    used = (slabs - engine["kv_free_slabs"]) / slabs if slabs else 0.0
-    families.add(
-        _GAUGE, "kv_cache_usage_ratio", "Share of the KV pool in use.", used, "kv_cache_usage_perc"
-    )
-    for kind, what, text in _GROUP:
+    for name, (kind, key, text, *vllm) in FIGURES["engine"].items():
+        families.add(_KINDS[kind], name, text, engine[key], *vllm)
+    used, text = used_share(engine), "Share of the KV pool in use."
+    families.add(_GAUGE, "kv_cache_usage_ratio", text, used, "kv_cache_usage_perc")
+    for what, (kind, text) in FIGURES["groups"].items():
         counts = [
             (
                 {"group": str(i), **{key: str(name[key]) for key in ("owner", "kind", "window")}},
@@ -268,12 +227,12 @@ def _add_engine(
             )
             for i, (name, group) in enumerate(zip(groups, engine["kv_groups"], strict=True))
         ]
-        families.add(kind, f"kv_group_{what}_blocks", text, counts)
+        families.add(_KINDS[kind], f"kv_group_{what}_blocks", text, counts)
     families.add(_GAUGE, "info", "The version.", [({"version": paceline.__version__}, 1)])
 
 
 def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
-    for name, key, text in _DRAFTS:
+    for name, (key, text) in FIGURES["drafts"].items():
         values = engine[key]
         if not isinstance(values, int):
             values = [({"position": str(i)}, count) for i, count in enumerate(values)]
