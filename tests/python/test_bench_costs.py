@@ -61,7 +61,7 @@ def test_named_configurations(
     name: str, num_parameters: int, num_layers: int, num_full: int, kv_bytes_per_token: int
 ) -> None:
     assert models.is_config_name(name)
-    config = decoder_config(models._named_config(name), "bfloat16", name)
+    config = decoder_config(models.named_config(name), "bfloat16", name)
     costs = matrix_costs(config, "bfloat16")
     assert (all_parameters(costs), costs.all_bytes) == (num_parameters, 2 * num_parameters)
     kinds = [layer["attention"]["kind"] for layer in config["layers"]]
@@ -70,7 +70,7 @@ def test_named_configurations(
 
 
 def test_a_window_bounds_what_is_read() -> None:
-    config = decoder_config(models._named_config("gemma3-270m"), "bfloat16")
+    config = decoder_config(models.named_config("gemma3-270m"), "bfloat16")
     layer_bytes = 2 * 1 * 256 * 2
     assert kv_bytes_read(config, 1000, 2) == layer_bytes * (15 * 512 + 3 * 1000)
     assert attention_flops(config, 1000) == 4 * 4 * 256 * (15 * 512 + 3 * 1000)
@@ -196,10 +196,10 @@ def test_passes_of_a_block_drafter(config_dir: Path, anchors: bool, num_rows: in
 
 def test_the_additive_floor_of_a_known_pair() -> None:
     """Qwen3-8B with EAGLE-3, k = 3, at 4.45 TB/s and 790 TFLOP/s, as computed by hand."""
-    raw = models._named_config("qwen3-8b")
+    raw = models.named_config("qwen3-8b")
     config = decoder_config(raw, "bfloat16")
     facts = Target(Path("qwen3-8b"), raw["architectures"][0], config, "bfloat16")
-    head = drafter_config(models._named_config("qwen3-8b-eagle3"), facts, source="head")
+    head = drafter_config(models.named_config("qwen3-8b-eagle3"), facts, source="head")
 
     def operations(described: dict[str, Any], rows: int, logit_rows: int) -> Any:
         class Described:

@@ -23,12 +23,12 @@ STORED_BYTES = {"BF16": 2, "U8": 1, "F8_E4M3": 1, "F32": 4}
 
 
 def named(name: str) -> dict[str, Any]:
-    return decoder_config(models._named_config(name), "bfloat16", name)
+    return decoder_config(models.named_config(name), "bfloat16", name)
 
 
 def stored(name: str) -> tuple[int, int]:
     """The bytes of a checkpoint's tensors, and its parameters, as the loader expects them."""
-    hf_config = parse_hf_config(models._named_config(name), name, families.ARCHITECTURES)
+    hf_config = parse_hf_config(models.named_config(name), name, families.ARCHITECTURES)
     num_bytes = num_parameters = 0
     for spec in families.translate(hf_config).tensors:
         size = math.prod(spec.shape)
@@ -157,8 +157,8 @@ def test_shapes_with_recurrent_layers(
     num_states = sum(one["attention"]["kind"] == "gated_delta" for one in config["layers"])
     assert kv_bytes_read(config, 0, 2) == num_states * state * 2**20
     assert kv_bytes_read(config, 10, 2) - kv_bytes_read(config, 0, 2) == 10 * kv
-    target = Target(Path(name), models._named_config(name)["architectures"][0], config, "bfloat16")
-    top = models._named_config(name)
+    target = Target(Path(name), models.named_config(name)["architectures"][0], config, "bfloat16")
+    top = models.named_config(name)
     described = drafter_config(top, target, method="mtp", source=name)
     own = matrix_costs(described, "bfloat16")
     norms = 5 * config["hidden_size"] + 2 * 256
@@ -171,7 +171,7 @@ def test_shapes_with_recurrent_layers(
 def test_the_draft_head_of_gpt_oss() -> None:
     config = named("gpt-oss-20b")
     target = Target(Path("gpt-oss-20b"), "GptOssForCausalLM", config, "bfloat16")
-    head = models._named_config("gpt-oss-20b-eagle3")
+    head = models.named_config("gpt-oss-20b-eagle3")
     described = drafter_config(head, target, source="gpt-oss-20b-eagle3")
     assert described["drafter"]["aux_layers"] == [2, 12, 21]
     assert described["drafter"]["norm_before_fc"] is True
@@ -201,9 +201,9 @@ def test_block_drafters(
 ) -> None:
     target_name = name.rpartition("-")[0]
     config = named(target_name)
-    architecture = models._named_config(target_name)["architectures"][0]
+    architecture = models.named_config(target_name)["architectures"][0]
     target = Target(Path(target_name), architecture, config, "bfloat16")
-    described = drafter_config(models._named_config(name), target, source=name)
+    described = drafter_config(models.named_config(name), target, source=name)
     sizes = {
         matrix.name: matrix.num_bytes for matrix in matrix_costs(described, "bfloat16").matrices
     }
@@ -241,7 +241,7 @@ def test_the_assistant_of_gemma4() -> None:
     assert kv_bytes_read(config, 1, 2) == 344_064
     assert kv_bytes_read(config, 5000, 2) == 16_384 * 5000 + (344_064 - 16_384) * 1024
     target = Target(Path("gemma4-12b"), "Gemma4UnifiedForCausalLM", config, "bfloat16")
-    assistant = models._named_config("gemma4-12b-assistant")
+    assistant = models.named_config("gemma4-12b-assistant")
     described = drafter_config(assistant, target, source="gemma4-12b-assistant")
     step = matrix_costs(described, "bfloat16").all_bytes / 2**20
     assert step == pytest.approx(806.5, abs=0.1)  # as published
@@ -260,7 +260,7 @@ def test_qwen3_moe_and_its_draft_head() -> None:
     assert scaled.expert_bytes == 48 * (9_437_184 // 2 + 4 * 3 * 6 * 16)
     assert stored("qwen3-30b-a3b-fp8")[1] == 30_532_122_624
     target = Target(Path("qwen3-30b-a3b"), "Qwen3MoeForCausalLM", config, "bfloat16")
-    head = models._named_config("qwen3-30b-a3b-eagle3")
+    head = models.named_config("qwen3-30b-a3b-eagle3")
     described = drafter_config(head, target, source="qwen3-30b-a3b-eagle3")
     assert described["drafter"]["aux_layers"] == [2, 24, 45]
     layer = (4096 + 2 * 512) * 4096 + 2048 * 4096 + 3 * 12_288 * 2048
@@ -280,7 +280,7 @@ def test_gemma4_with_experts_and_its_assistant() -> None:
     # 25 sliding layers with 8 KV heads of 256, 5 full ones with 2 of 512 whose keys are values.
     assert kv_bytes_read(config, 1, 2) == 25 * 8192 + 5 * 4096
     target = Target(Path("gemma4-26b-a4b"), "Gemma4ForConditionalGeneration", config, "bfloat16")
-    assistant = models._named_config("gemma4-26b-a4b-assistant")
+    assistant = models.named_config("gemma4-26b-a4b-assistant")
     described = drafter_config(assistant, target, source="gemma4-26b-a4b-assistant")
     assert described["drafter"]["target_hidden_size"] == 2816
     assert [layer["attention"]["num_kv_heads"] for layer in described["layers"]] == [8, 8, 8, 2]
@@ -295,7 +295,7 @@ def test_glm_and_its_mtp_layer() -> None:
     assert (costs.num_experts, costs.expert_bytes) == (64, 46 * 18_874_368)
     assert kv_bytes_read(config, 1, 2) == 54_144
     target = Target(Path("glm-4.7-flash"), "Glm4MoeLiteForCausalLM", config, "bfloat16")
-    source = models._named_config("glm-4.7-flash")
+    source = models.named_config("glm-4.7-flash")
     layer = drafter_config(source, target, method="mtp", source="glm-4.7-flash")
     step = matrix_costs(layer, "bfloat16")
     assert 2 * all_parameters(step) / 2**30 == pytest.approx(0.735, abs=1e-3)
@@ -315,7 +315,7 @@ def test_deepseek_v4_and_its_mtp_layer() -> None:
     elements = 43 * 128 * 512 + 21 * (512 * 512 + 1024 * 128) + 20 * 32 * 512
     assert kv_bytes_read(config, context, 2) == 2 * elements
     target = Target(Path("deepseek-v4-flash"), "DeepseekV4ForCausalLM", config, "bfloat16")
-    source = models._named_config("deepseek-v4-flash")
+    source = models.named_config("deepseek-v4-flash")
     layer = drafter_config(source, target, method="mtp", source="deepseek-v4-flash")
     step = matrix_costs(layer, "bfloat16")
     assert pass_bytes(step, 6) == pytest.approx(1.2205 * 2**30, rel=3e-3)
@@ -334,16 +334,16 @@ def test_deepseek_v4_and_its_mtp_layer() -> None:
 )
 def test_the_first_layers_of_a_shape(name: str) -> None:
     whole = named(name)["layers"]
-    cut = models.first_layers(models._named_config(name), 6, name)
+    cut = models.first_layers(models.named_config(name), 6, name)
     assert decoder_config(cut)["layers"] == whole[:6]
     with raises(ValueError, "--num-layers is 99", f"{name} has {len(whole)} layers", "allowed: 1"):
-        models.first_layers(models._named_config(name), 99, name)
+        models.first_layers(models.named_config(name), 99, name)
 
 
 def test_the_first_layers_keep_the_drafter() -> None:
-    source = models.first_layers(models._named_config("deepseek-v4-flash"), 3, "cut")
+    source = models.first_layers(models.named_config("deepseek-v4-flash"), 3, "cut")
     target = Target(Path("cut"), "DeepseekV4ForCausalLM", decoder_config(source), "bfloat16")
-    whole = models._named_config("deepseek-v4-flash")
+    whole = models.named_config("deepseek-v4-flash")
     of_whole = Target(Path("x"), "DeepseekV4ForCausalLM", decoder_config(whole), "bfloat16")
     assert drafter_config(source, target, method="mtp") == drafter_config(
         whole, of_whole, method="mtp"

@@ -21,7 +21,7 @@ from paceline.bench.latency_report import Setup, with_cells
 from paceline.bench.lengths import at_lengths
 from paceline.bench.pairs import report as pairs_report
 from paceline.bench.pairs.known import Pair
-from paceline.bench.report import GrowingTable, gpu_cells
+from paceline.bench.report import GrowingTable, columns, gpu_cells
 from paceline.bench.workload import Workload
 from paceline.loader import decoder_config
 
@@ -89,7 +89,7 @@ def test_one_command_sweeps_k_and_prompts(
 
 def test_the_floor_of_prompts_is_arithmetic() -> None:
     """Qwen3-8B at 790 TFLOP/s: 8,000 and 32,000 tokens with EAGLE-3, as computed by hand."""
-    config = decoder_config(models._named_config("qwen3-8b"), "bfloat16")
+    config = decoder_config(models.named_config("qwen3-8b"), "bfloat16")
     costs = matrix_costs(config, "bfloat16")
 
     class Described:
@@ -279,10 +279,8 @@ def test_rows_of_a_gpu_have_its_clock_and_power() -> None:
     work = Workload(1, 4, 8, {"temperature": 0})
     [row] = latency_command.measure(model, None, None, [work], rounds=1)
     shown = with_cells({"configuration": "plain", **row.as_dict()})
-    gpu, cpu = (
-        GrowingTable(Setup(model, None, [], device, 0.0, 0.0).columns, 13).row(shown).split()
-        for device in ("cuda", "cpu")
-    )
+    setups = (Setup(model, None, [], device, 0.0, 0.0) for device in ("cuda", "cpu"))
+    gpu, cpu = (GrowingTable(columns(*setup.parts), 13).row(shown).split() for setup in setups)
     assert gpu == [*cpu, "-", "-"]
     # The table of pairs has them, too.
     pair_row = pairs_report.pair_row(Pair("p", "t", "d"), drafting(3), None, row)

@@ -34,7 +34,7 @@ from drafter_checks import DSPARK_CHOICES
 from errors import raises
 from paceline import LLM
 from paceline._core import ModelFileError
-from paceline.bench.models import _named_config, first_layers
+from paceline.bench.models import first_layers, named_config
 from paceline.loader import decoder_config, drafter_config, open_checkpoint, open_drafter
 from paceline.loader.convert import convert
 from paceline.loader.deepseek_v4_dspark import translate_stages
@@ -222,7 +222,7 @@ def flash_target(config: dict[str, Any]) -> Target:
 
 
 def test_the_published_shape() -> None:
-    config = _named_config("deepseek-v4-flash-dspark")
+    config = named_config("deepseek-v4-flash-dspark")
     target = flash_target(config)
     family, _ = translate_stages(Section(config, "x"), target, None)
     drafter = family.config["drafter"]
@@ -245,7 +245,7 @@ def test_the_published_shape() -> None:
 
 
 def test_the_first_layers_of_the_shape_keep_the_stages() -> None:
-    whole = _named_config("deepseek-v4-flash-dspark")
+    whole = named_config("deepseek-v4-flash-dspark")
     cut = first_layers(whole, 6, "cut")
     kept = drafter_config(cut, flash_target(cut), method="dspark")
     expected = drafter_config(whole, flash_target(whole), method="dspark")

@@ -18,7 +18,7 @@ from hostile_grammars import slow_schema
 from hub_server import HubServer
 from markdown_pages import blocks
 from paceline import LLM, SamplingParams
-from paceline.bench.models import DUMMY_SHAPES
+from paceline.bench.models import named_config
 from paceline.cli import build_parser
 from paceline.demo import demo_paths
 from paceline.loader import dummy_model
@@ -150,7 +150,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "hub_offline": lambda folder: from_hub("Qwen/Qwen3-8B", offline=True),
     "hub_unknown": lambda folder: from_hub("Qwen/Qwen3-8b-typo"),
     "large_weights": lambda folder: dummy_model(
-        DUMMY_SHAPES["gemma3-101m"] | {"vocab_size": 2**23, "hidden_size": 2**16}, "large"
+        named_config("gemma3-101m") | {"vocab_size": 2**23, "hidden_size": 2**16}, "large"
     ),
     "logprobs": lambda folder: with_llm(
         lambda engine: engine.generate("x", SamplingParams(logprobs=30))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.models import DUMMY_SHAPES
+from paceline.bench.models import named_config
 from paceline.demo import demo_paths
 from paceline.loader import dummy_model
 from time_limits import HANG_LIMIT_S
@@ -174,7 +174,7 @@ def test_no_memory_at_all_does_not_end_the_process(tmp_path: Path) -> None:
 @pytest.mark.serial
 def test_weights_that_do_not_fit_are_refused_before_they_are_written() -> None:
     # The system would grant this and then end the process, or refuse it without a number.
-    config = DUMMY_SHAPES["gemma3-101m"] | {"vocab_size": 2**23, "hidden_size": 2**16}
+    config = named_config("gemma3-101m") | {"vocab_size": 2**23, "hidden_size": 2**16}
     begin = time.monotonic()
     with pytest.raises(
         MemoryError, match=r"MiB for the weights of \S+, but .* [0-9]+ MiB; free mem"

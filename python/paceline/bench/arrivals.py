@@ -20,7 +20,7 @@ from typing import Any, Final
 from paceline.bench.gpu_state import GpuSampler, gpu_state
 from paceline.bench.latency import make_executor
 from paceline.bench.models import BenchModel
-from paceline.bench.report import GPU_COLUMNS, Column, table
+from paceline.bench.report import columns, legends, parts, table
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once
 from paceline.bench.serving import draft_metrics, serving_metrics
 from paceline.bench.workload import Workload
@@ -30,24 +30,6 @@ from paceline.speculative_config import SpeculativeConfig
 
 #: Requests of a run.
 DEFAULT_NUM_PROMPTS: Final = 100
-
-_COLUMNS: Final = (
-    Column("configuration", "{configuration}"),
-    Column("sequences", "{workload[concurrency]}"),
-    Column("prompt", "{workload[input_len]:,}"),
-    Column("arrive/s", "{request_rate:.2f}{share}"),
-    Column("done/s", "{request_throughput:.2f}"),
-    Column("tokens/s", "{output_throughput:.1f}"),
-    Column("1st token ms", "{median_ttft_ms:.1f}"),
-    Column("p99", "{p99_ttft_ms:.1f}"),
-    Column("ITL ms", "{median_itl_ms:.2f}"),
-    Column("p99", "{p99_itl_ms:.2f}"),
-    Column("p99/median", "{itl_p99_over_median:.1f}"),
-)
-ARRIVALS_LEGEND: Final = """\
-sequences: at most so many run at the same time. arrive, done: requests a second that arrive and
-that end. 1st token: from sending a request to its first token. ITL: time between the iterations
-that bring tokens of a request. p99/median: what prompts of others cost. Medians over the rounds."""
 
 
 @dataclass(frozen=True)
@@ -232,10 +214,11 @@ def _medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return medians
 
 
-def arrival_lines(rows: Sequence[Mapping[str, Any]], *, has_gpu: bool) -> list[str]:
-    """The table of rows, as lines."""
+def arrival_lines(rows: Sequence[Mapping[str, Any]], device: str) -> list[str]:
+    """The table of rows with what explains it, as lines."""
     shown = []
     for row in rows:
         share = row["capacity_share"]
         shown.append({**row, "share": "" if share is None else f" ({share:.0%})"})
-    return table((*_COLUMNS, *(GPU_COLUMNS if has_gpu else ())), shown)
+    names = parts("arrivals", device)
+    return [*table(columns(*names), shown), *legends(*names)]

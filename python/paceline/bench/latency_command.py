@@ -12,12 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.bench.arrivals import (
-    ARRIVALS_LEGEND,
-    Arrivals,
-    arrival_lines,
-    measure_arrivals,
-)
+from paceline.bench.arrivals import Arrivals, arrival_lines, measure_arrivals
 from paceline.bench.drafting import speculations
 from paceline.bench.floor import Speed, with_floor
 from paceline.bench.latency import can_trace, measure
@@ -29,8 +24,6 @@ from paceline.bench.latency_options import (
     target_source,
 )
 from paceline.bench.latency_report import (
-    EXPERTS_LEGEND,
-    LEGEND,
     Setup,
     first_token_lines,
     length_lines,
@@ -45,7 +38,7 @@ from paceline.bench.lengths import at_lengths
 from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.plot import draw_report
-from paceline.bench.report import GPU_LEGEND, GrowingTable, Output, write_json
+from paceline.bench.report import GrowingTable, Output, columns, legends, write_json
 from paceline.bench.workload import Workload
 from paceline.console import check_output, tell
 from paceline.device import resolve_device
@@ -140,8 +133,8 @@ class _Bench:
             for n in self.options.input_lens
             for sampling in self.options.samplings
         ]
-        columns = self.setup.columns
-        self.table = GrowingTable(columns, max(map(len, [*names, columns[0].name])))
+        shown = columns(*self.setup.parts)
+        self.table = GrowingTable(shown, max(map(len, [*names, shown[0].name])))
 
     def measure(self, cell: _Cell) -> None:
         """Measures a cell, then prints and writes what there is by then.
@@ -234,11 +227,9 @@ class _Bench:
             draw_report(measured, self.args.plot)
 
     def _closing_lines(self, measured: dict[str, Any]) -> list[str]:
-        has_gpu = self.setup.device == "cuda"
-        gpu = [GPU_LEGEND] if has_gpu else []
         if self.options.arrivals is not None:
-            return [*arrival_lines(self.arrivals, has_gpu=has_gpu), ARRIVALS_LEGEND, *gpu]
-        lines = [LEGEND, *gpu, *([EXPERTS_LEGEND] if self.setup.has_mixture else [])]
+            return arrival_lines(self.arrivals, self.setup.device)
+        lines = legends(*self.setup.parts)
         lines += [*speedup_lines(measured), *length_lines(measured)]
         return lines + (first_token_lines(measured) if len(self.options.input_lens) > 1 else [])
 

@@ -6,59 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from paceline import _core
 from paceline.bench.floor import CUDA_BF16_FLOPS
 from paceline.bench.measurement import Measurement
 from paceline.bench.models import BenchModel
-from paceline.bench.report import GPU_COLUMNS, Column, machine_name, report_facts, table
+from paceline.bench.report import Column, columns, machine_name, parts, report_facts, table
 from paceline.speculative_config import SpeculativeConfig
 
 Row = Mapping[str, Any]
-
-# The first column is as wide as its longest entry.
-_COLUMNS: Final = (
-    Column("configuration", "{configuration}", width=13),
-    Column("sequences", "{workload[concurrency]}", "", 9),
-    Column("iteration", "{iteration_ms:.3f}", "ms", 9),
-    Column("p99", "{iteration_p99_ms:.3f}", "ms", 8),
-    Column("tokens", "{tokens_per_iteration:.2f}", "per iter.", 9),
-    Column("tokens", "{output_tokens_per_s:.1f}", "per s", 9),
-    Column("1st token", "{time_to_first_token_ms:.1f}", "ms", 9),
-    Column("reads", "{iteration_gb:.3f}", "GB", 8),
-    Column("math", "{gflop:.1f}", "GFLOP", 8),
-    Column("reads", "{read_gb_per_s:.1f}", "GB/s", 7),
-    Column("floor", "{floor_share:.0%}", "share", 6),
-    Column("additive", "{additive_floor_share:.0%}", "share", 8),
-    Column("idle", "{idle_share:.1%}", "share", 6),
-    Column("host", "{host_us:.1f}", "us", 8),
-    Column("start", "{engine_start_s:.2f}", "s", 7),
-)
-# Follows with a mixture of experts.
-_EXPERTS: Final = Column("experts", "{experts}", "per layer", 11)
-
-LEGEND: Final = """\
-sequences: requests at the same time. iteration, p99: median and 99th percentile of the iterations
-in which all requests decode. tokens per iter.: of one sequence, the acceptance length. tokens per
-s: all sequences. 1st token: mean time from queueing. reads, math: bytes and operations of an
-iteration. floor share: the least time for them, over the time of the iteration; 100 % is the limit
-of the machine. additive share: the same if no two operations of an iteration overlap. idle: of the
-device, before an iteration. host: its work for an iteration. start: of the engine."""
-EXPERTS_LEGEND: Final = """\
-experts: mean number of experts of a mixture layer that had rows and were read; the target's, then
-the drafter's after a slash. reads and floor share follow from them."""
-
-_FIRST_TOKENS: Final = (
-    Column("time to the first token", "{configuration}"),
-    Column("sequences", "{workload[concurrency]}"),
-    Column("prompt tokens", "{workload[input_len]:,}"),
-    Column("mean ms", "{time_to_first_token_ms:,.1f}"),
-    Column("all ms", "{prompts_ms:,.1f}"),
-    Column("prompt tokens/s", "{prompt_tokens_per_s:,.0f}"),
-    Column("floor ms", "{prompt_floor_ms:,.1f}"),
-    Column("floor share", "{prompt_floor_share:.0%}"),
-)
 
 
 @dataclass(frozen=True)
@@ -88,10 +45,9 @@ class Setup:
         return any(model.costs.num_experts > 0 for model in models)
 
     @property
-    def columns(self) -> tuple[Column, ...]:
-        """The columns of the table."""
-        gpu = GPU_COLUMNS if self.device == "cuda" else ()
-        return (*_COLUMNS, *gpu, *((_EXPERTS,) if self.has_mixture else ()))
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the table, in tables.toml."""
+        return (*parts("latency", self.device), *(("experts",) if self.has_mixture else ()))
 
     def facts(self) -> dict[str, Any]:
         """What a report says of the models."""
@@ -225,7 +181,7 @@ def length_lines(report: Mapping[str, Any]) -> list[str]:
     if not entries:
         return []
     lengths = sorted({entry["acceptance_length"] for entry in entries})
-    columns = [
+    headings = [
         Column("tokens/s at acceptance length", "{configuration}"),
         Column("sequences", "{workload[concurrency]}"),
         *(Column(f"{length:g}", f"{{at {rank}}}") for rank, length in enumerate(lengths)),
@@ -241,7 +197,7 @@ def length_lines(report: Mapping[str, Any]) -> list[str]:
     explained = "while all sequences decode, computed from the time of the measured iterations"
     if any(entry["source"] == "imposed" for entry in entries):
         explained += "; * = the length that was imposed"
-    return ["", *table(columns, shown), explained]
+    return ["", *table(headings, shown), explained]
 
 
 def first_token_lines(report: Mapping[str, Any]) -> list[str]:
@@ -258,4 +214,4 @@ def first_token_lines(report: Mapping[str, Any]) -> list[str]:
         }
         shown.append(row | cells)
     explained = "all: until the last request has its first token"
-    return ["", *table(_FIRST_TOKENS, shown), explained]
+    return ["", *table(columns("first_tokens"), shown), explained]

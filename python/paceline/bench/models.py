@@ -64,46 +64,12 @@ class BenchModel:
         return 4 if self.model.weight_dtype == "float32" else 2
 
 
-def _gemma3(
-    *, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int
-) -> dict[str, Any]:
-    """A Hugging Face config of the Gemma 3 architecture, every sixth layer with full attention."""
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "vocab_size": 8192,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 64,
-        "query_pre_attn_scalar": 64,
-        "sliding_window": 128,
-        "layer_types": [
-            "full_attention" if (i + 1) % 6 == 0 or i + 1 == layers else "sliding_attention"
-            for i in range(layers)
-        ],
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": True,
-    }
-
-
-#: Shapes by name. The first exceeds the cache of any core; the second is a tenth of it.
-DUMMY_SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "gemma3-101m": _gemma3(hidden=896, layers=10, heads=14, kv_heads=2, intermediate=2816),
-    "gemma3-10m": _gemma3(hidden=512, layers=2, heads=8, kv_heads=1, intermediate=1536),
-}
-
-
 def config_names() -> list[str]:
-    """Names of configurations that ship with the package; their weights are always dummies."""
-    return [*DUMMY_SHAPES, *sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))]
+    """Names of configurations that ship with the package; their weights are always dummies.
+
+    "gemma3-101m" exceeds the cache of any core, and "gemma3-10m" is a tenth of it.
+    """
+    return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))
 
 
 def is_config_name(source: str) -> bool:
@@ -268,7 +234,7 @@ def _find(source: str, dummy: bool, how: Loading) -> Path | dict[str, Any]:
     num_layers = how.get("num_layers")
     if is_config_name(source):
         _check_no_revision(source, how.get("revision"))
-        return first_layers(_named_config(source), num_layers, source)
+        return first_layers(named_config(source), num_layers, source)
     # Old models of the hub have names without a slash, which would be mistyped configurations.
     if dummy and not Path(source).is_dir() and "/" not in source:
         raise ValueError(
@@ -302,8 +268,7 @@ def _bench_model(source: str, loaded: LoadedModel) -> BenchModel:
     return BenchModel(name, loaded)
 
 
-def _named_config(name: str) -> dict[str, Any]:
-    if name in DUMMY_SHAPES:
-        return DUMMY_SHAPES[name]
+def named_config(name: str) -> dict[str, Any]:
+    """The configuration of a name of `config_names()`."""
     config: dict[str, Any] = json.loads((_CONFIG_DIR / f"{name}.json").read_text("utf-8"))
     return config

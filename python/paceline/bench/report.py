@@ -8,6 +8,7 @@ import json
 import platform
 import sys
 import time
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,18 +36,29 @@ class Column:
     width: int = 0
 
 
-#: Follow on a GPU.
-GPU_COLUMNS: Final = (
-    Column("clock", "{clock}", "MHz", 5),
-    Column("power", "{power}", "W", 5),
+#: What tables.toml says.
+TABLES: Final[dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
 )
-GPU_LEGEND: Final = """\
-clock, power: of the GPU while it ran: the median clock of its multiprocessors, with ! where the
-driver lowered it for power or heat, and the mean power."""
+
+
+def columns(*names: str) -> tuple[Column, ...]:
+    """The columns of these parts of a table, as tables.toml has them."""
+    return tuple(Column(*cells) for name in names for cells in TABLES[name]["columns"])
+
+
+def legends(*names: str) -> list[str]:
+    """What explains them."""
+    return [TABLES[name]["legend"] for name in names]
+
+
+def parts(name: str, device: str) -> tuple[str, ...]:
+    """The parts of a table on a device: it has more columns for a GPU."""
+    return (name, "gpu") if device == "cuda" else (name,)
 
 
 def gpu_cells(gpu: Mapping[str, Any] | None) -> dict[str, str]:
-    """The cells of GPU_COLUMNS: a clock is marked where the driver lowered it; "-" if unknown."""
+    """The cells of a GPU: a clock is marked where the driver lowered it; "-" if unknown."""
     clock, power = (None, None) if gpu is None else (gpu["sm_clock_mhz"], gpu["power_w"])
     mark = "!" if gpu is not None and gpu["is_throttled"] else ""
     return {

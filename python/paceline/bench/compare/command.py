@@ -5,36 +5,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from paceline.bench.compare.ratios import CANNOT_BE_JUDGED, Ratio, paired_ratios, unpaired
 from paceline.bench.compare.reading import FACTS, Report, read_any_report
-from paceline.bench.report import Column, Output, table
+from paceline.bench.report import TABLES, Output, columns, legends, table
 from paceline.bench.values import check_outputs, parse_names
 from paceline.checks import check_path, shorten
 from paceline.console import EXIT_OK, check_output
-
-_COLUMNS: Final = (
-    Column("row", "{name}"),
-    Column("figure", "{figure}"),
-    Column("A", "{a:,.3f}"),
-    Column("B", "{b:,.3f}"),
-    Column("B/A", "{ratio:.3f}"),
-    Column("lowest to highest", "{spread}"),
-    Column("rounds", "{rounds}"),
-    Column("95 % interval", "{shown}"),
-    Column("B is", "{verdict}"),
-)
-_LEGEND: Final = """\
-B/A: the median ratio over the rounds, then the lowest and the highest. 95 % interval: where the
-mean ratio lies, by the spread of the turns, or of the rounds if there is one turn. better, worse:
-the interval does not contain 1. within noise: it does."""
-_ONE_ROUND: Final = """\
-cannot be judged: with one round, nothing tells noise from a change; measure more with --rounds, or
-give the reports of further turns."""
-_ONE_TURN: Final = """\
-one turn: the interval does not know what differs between two runs of one program; give the reports
-of three turns or more."""
 
 
 def run_compare(args: argparse.Namespace) -> int:
@@ -132,11 +110,11 @@ def _lines(
         row["shown"] = "" if interval is None else "{:.3f} to {:.3f}".format(*interval)
         shown.append({**row, "rounds": len(ratio.ratios)})
         last = ratio.row
-    lines += ["", *table(_COLUMNS, shown), _LEGEND]
+    lines += ["", *table(columns("compare"), shown), *legends("compare")]
     if any(ratio.verdict == CANNOT_BE_JUDGED for ratio in ratios):
-        lines.append(_ONE_ROUND)
+        lines.append(TABLES["compare"]["one_round"])
     if len(turns) == 1 and any(ratio.interval for ratio in ratios):
-        lines.append(_ONE_TURN)
+        lines.append(TABLES["compare"]["one_turn"])
     for path, names in compared["unpaired"].items():
         lines.append(f"only in {path}: {'; '.join(names)}")
     return lines

@@ -9,57 +9,15 @@ from typing import Any, Final
 
 from paceline.bench.measurement import Measurement
 from paceline.bench.pairs.known import ImposedLength, Pair
-from paceline.bench.report import GPU_COLUMNS, GPU_LEGEND, Column, GrowingTable
+from paceline.bench.report import TABLES, GrowingTable, columns, legends, parts
 from paceline.bench.serving import draft_metrics, serving_metrics
 from paceline.speculative_config import SpeculativeConfig
 
-# The first column is as wide as its longest entry.
-_COLUMNS: Final = (
-    Column("pair", "{pair}", "", 13),
-    Column("T", "{temperature:g}", "", 4),
-    Column("c", "{max_concurrency}", "", 4),
-    Column("output", "{output_throughput:.1f}", "tok/s", 8),
-    Column("requests", "{request_throughput:.3f}", "per s", 8),
-    Column("total", "{total_token_throughput:.1f}", "tok/s", 8),
-    Column("TTFT ms", "{mean_ttft_ms:.1f}", "mean", 8),
-    Column("", "{median_ttft_ms:.1f}", "median", 8),
-    Column("", "{p99_ttft_ms:.1f}", "P99", 8),
-    Column("TPOT ms", "{mean_tpot_ms:.2f}", "mean", 8),
-    Column("", "{median_tpot_ms:.2f}", "median", 7),
-    Column("", "{p99_tpot_ms:.2f}", "P99", 7),
-    Column("ITL ms", "{mean_itl_ms:.2f}", "mean", 7),
-    Column("", "{median_itl_ms:.2f}", "median", 7),
-    Column("", "{p99_itl_ms:.2f}", "P99", 7),
-    Column("E2E ms", "{mean_e2el_ms:.1f}", "mean", 9),
-    Column("accept", "{spec_decode_acceptance_rate:.1f}%", "rate", 7),
-    Column("accept", "{spec_decode_acceptance_length:.2f}", "length", 6),
-    Column("imposed", "{imposed_cell}", "length", 14),
-    Column("iteration", "{iteration_ms:.3f}", "ms", 9),
-    Column("floor", "{floor_share:.0%}", "share", 6),
-    Column("additive", "{additive_floor_share:.0%}", "share", 8),
-)
-
-LEGEND: Final = """\
-T: temperature. c: requests at the same time. output, total tok/s: output tokens, and prompt and
-output tokens, of all requests per second, prompts included. TTFT: from sending a request to its
-first token. TPOT: time per later token of a request. ITL: time between the iterations that bring
-tokens. E2E: from sending to the end. accept rate: accepted drafts over verified drafts. accept
-length: tokens of a request in an iteration. iteration: median over those in which all requests
-decode. floor share: the least time for the reads and operations of an iteration, over its time.
-additive share: the same if no two operations of an iteration overlap."""
 # Figures of a measurement that a row has under their own names.
 _KEPT: Final = (
     "floor_ms", "floor_share", "additive_floor_ms", "additive_floor_share", "idle_share",
     "target_experts", "draft_experts",
 )  # fmt: skip
-# What the acceptance of a row is, and the sentence of the legend.
-_ACCEPTANCES: Final = {
-    "measured": "none, measured: checkpoints, whose acceptance on the prompts was measured.",
-    "published": "published: dummy weights, with an imposed acceptance length that was published "
-    "for vLLM.",
-    "assumed": "assumed: dummy weights, with an imposed acceptance length for which nothing was "
-    "published.",
-}
 
 
 def pair_row(
@@ -110,8 +68,7 @@ def pair_row(
 
 def table_of(device: str, name_width: int) -> GrowingTable:
     """The table of a device, whose names have a width."""
-    gpu = GPU_COLUMNS if device == "cuda" else ()
-    return GrowingTable((*_COLUMNS, *gpu), name_width)
+    return GrowingTable(columns(*parts("pairs", device)), name_width)
 
 
 def line_of(table: GrowingTable, row: Mapping[str, Any]) -> str:
@@ -128,5 +85,5 @@ def line_of(table: GrowingTable, row: Mapping[str, Any]) -> str:
 def legend(device: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns what the columns are, and the acceptances that these rows have."""
     seen = {row["acceptance"] for row in rows}
-    gpu = [GPU_LEGEND] if device == "cuda" else []
-    return "\n".join([LEGEND, *gpu, *(text for name, text in _ACCEPTANCES.items() if name in seen)])
+    texts = [text for name, text in TABLES["pairs"]["acceptances"].items() if name in seen]
+    return "\n".join([*legends(*parts("pairs", device)), *texts])

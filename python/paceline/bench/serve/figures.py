@@ -6,9 +6,10 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from paceline.bench.report import TABLES
 from paceline.bench.serve.client import Answer
 from paceline.bench.serve.load import Load
 from paceline.bench.serving import draft_metrics, serving_metrics
@@ -21,29 +22,6 @@ _TIMES: Final = (
     ("e2el", "E2EL", "End-to-end Latency"),
 )
 _WIDTH: Final = 50
-# The first lines of the table, and those of drafts: a name and a key.
-_LOAD: Final = (
-    ("Successful requests:", "completed"),
-    ("Failed requests:", "failed"),
-    ("Maximum request concurrency:", "max_concurrency"),
-    ("Request rate configured (RPS):", "request_rate"),
-    ("Benchmark duration (s):", "duration"),
-    ("Total input tokens:", "total_input_tokens"),
-    ("Total generated tokens:", "total_output_tokens"),
-    ("Request throughput (req/s):", "request_throughput"),
-    ("Request goodput (req/s):", "request_goodput"),
-    ("Output token throughput (tok/s):", "output_throughput"),
-    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
-    ("Peak concurrent requests:", "max_concurrent_requests"),
-    ("Total token throughput (tok/s):", "total_token_throughput"),
-)
-_DRAFTS: Final = (
-    ("Acceptance rate (%):", "spec_decode_acceptance_rate"),
-    ("Acceptance length:", "spec_decode_acceptance_length"),
-    ("Drafts:", "spec_decode_num_drafts"),
-    ("Draft tokens:", "spec_decode_draft_tokens"),
-    ("Accepted tokens:", "spec_decode_accepted_tokens"),
-)
 
 
 def result_of(
@@ -125,21 +103,21 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     rate, peak = result["request_rate"], float(result["max_concurrent_requests"])
     shown = {"request_rate": None if rate == "inf" else rate, "max_concurrent_requests": peak}
-    lines += _lines({**result, **shown}, _LOAD)
+    lines += _lines({**result, **shown}, TABLES["serve"]["load"])
     for key, short, title in _TIMES:
         lines.append(title.center(_WIDTH, "-"))
         rows = [(name, f"{name}_{key}_ms") for name in ("mean", "median", "p99")]
         lines += _lines(result, [(f"{name.capitalize()} {short} (ms):", key) for name, key in rows])
     if "spec_decode_acceptance_rate" in result:
         lines.append("Speculative Decoding".center(_WIDTH, "-"))
-        lines += [*_lines(result, _DRAFTS), "Per-position acceptance (%):"]
+        lines += [*_lines(result, TABLES["serve"]["drafts"]), "Per-position acceptance (%):"]
         rates = result["spec_decode_per_position_acceptance_rates"]
         lines += [_line(f"  Position {at}:", rate * 100) for at, rate in enumerate(rates)]
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
 
 
-def _lines(result: Mapping[str, Any], rows: Sequence[tuple[str, str]]) -> list[str]:
+def _lines(result: Mapping[str, Any], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of figures that exist."""
     return [_line(name, result[key]) for name, key in rows if result[key] is not None]
 
