@@ -31,7 +31,7 @@ from .drafters import Target
 from .gemma4 import check_dense, describe_gemma4, read_gemma4_sizes, read_kv_shapes
 from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
 from .rope import read_rope
-from .section import Section
+from .section import DEFAULTS, Section
 
 _SCALE_KEY: Final = "input_embedding_scale"
 _CAP_KEY: Final = "final_logit_softcapping"
@@ -74,8 +74,10 @@ def read_block_layers(top: Section, layer: Section, block: Section, target: Targ
     expected = _ASSISTANT_TYPE if is_assistant(top) else "qwen3"
     if layer.text("model_type", expected) != expected:
         raise layer.refusal("model_type", expected)
-    eps = 1e-5 if is_assistant(top) else 1e-6
-    sizes = read_sizes(layer, vocab=target.vocab_size, head_dim=128, max_position=32_768, eps=eps)
+    defaults = DEFAULTS["qwen3"] | {"vocab_size": target.vocab_size}
+    if is_assistant(top):
+        defaults["rms_norm_eps"] = 1e-5
+    sizes = read_sizes(layer.with_defaults(defaults))
     layer_types = _layer_types(top, layer, block, sizes.layers)
     window = _read_window(top, layer, block) if SLIDING in layer_types else 0
     return BlockLayers(sizes, same_layers(sizes, layer_types), window, is_gemma4=False)

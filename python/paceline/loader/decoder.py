@@ -19,7 +19,7 @@ from .formats import NO_FORMATS, LayerFormats
 from .hf_config import HfConfig
 from .layer_types import SLIDING
 from .rope import RopeSettings, inverse_frequencies
-from .section import MAX_INT, REQUIRED, Section
+from .section import REQUIRED, Section
 
 MAX_LAYERS: Final = 1024
 MAX_HEAD_DIM: Final = 4096
@@ -93,61 +93,51 @@ class PerLayerInputs:
     vocab: int
 
 
-def read_sizes(
-    text: Section,
-    *,
-    vocab: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    max_position: int | None = None,
-    eps: float | None = None,
-) -> Sizes:
-    """Reads the sizes. An argument is the default of a key that may be absent; None: required.
+def read_sizes(text: Section) -> Sizes:
+    """Reads the sizes.
 
-    Two defaults depend on other keys, as in transformers: the number of key and value heads is that
-    of the query heads, and the head size is the hidden size divided by the number of heads.
+    Two defaults depend on other keys where the section has none, as in transformers: the number of
+    key and value heads is that of the query heads, and the head size is the hidden size divided by
+    the number of heads.
     """
-
-    def integer(key: str, default: int | None, high: int = MAX_INT) -> int:
-        return text.integer(key, REQUIRED if default is None else default, high=high)
-
     hidden = text.integer("hidden_size")
-    qo_heads = integer("num_attention_heads", heads)
-    kv = text.integer("num_key_value_heads", kv_heads if kv_heads is not None else qo_heads)
+    qo_heads = kv = text.integer("num_attention_heads")
+    if text.has_value("num_key_value_heads"):
+        kv = text.integer("num_key_value_heads")
     if qo_heads % kv != 0:
         raise text.error(
             "num_key_value_heads", f'a divisor of "{text.name("num_attention_heads")}" ({qo_heads})'
         )
-    if head_dim is None and not text.has("head_dim"):
+    if text.has_value("head_dim"):
+        dim = text.integer("head_dim", high=MAX_HEAD_DIM)
+    else:
         if hidden % qo_heads != 0:
             raise text.error(
                 "hidden_size",
                 f'a multiple of "{text.name("num_attention_heads")}" ({qo_heads}) where '
                 f'"{text.name("head_dim")}" is absent',
             )
-        head_dim = hidden // qo_heads
-        if head_dim > MAX_HEAD_DIM:
+        dim = hidden // qo_heads
+        if dim > MAX_HEAD_DIM:
             raise text.error(
                 "hidden_size",
                 f'at most {MAX_HEAD_DIM} times "{text.name("num_attention_heads")}" ({qo_heads}) '
                 f'where "{text.name("head_dim")}" is absent',
             )
-    dim = integer("head_dim", head_dim, MAX_HEAD_DIM)
     if dim % 2 != 0:
         raise ModelFileError(
             f'{text.source}: key "{text.name("head_dim")}" is {dim}; expected an even integer'
         )
     return Sizes(
-        vocab=integer("vocab_size", vocab),
+        vocab=text.integer("vocab_size"),
         hidden=hidden,
         intermediate=text.integer("intermediate_size"),
         layers=text.integer("num_hidden_layers", high=MAX_LAYERS),
         qo_heads=qo_heads,
         kv_heads=kv,
         head_dim=dim,
-        max_position=integer("max_position_embeddings", max_position),
-        eps=text.number("rms_norm_eps") if eps is None else text.number("rms_norm_eps", eps),
+        max_position=text.integer("max_position_embeddings"),
+        eps=text.number("rms_norm_eps"),
     )
 
 

@@ -26,64 +26,15 @@ from .formats import Dim
 from .hf_config import HfConfig
 from .layer_types import read_types
 from .rope import RopeSettings, inverse_frequencies, read_rope
-from .section import Defaults, Section
+from .section import DEFAULTS, Section
 
 _PREFIXES: Final = ("model.", "")
 _DENSE, _SPARSE = "dense", "sparse"
 
 
-# The values of transformers for keys that a file may leave out.
-_BOTH: Final = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    # transformers gives the norms of latents this epsilon, whatever "rms_norm_eps" says.
-    "latent_norm_eps": 1e-6,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-}
-_GLM: Final = _BOTH | {
-    "vocab_size": 154_880,
-    "hidden_size": 2048,
-    "intermediate_size": 10_240,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 47,
-    "num_attention_heads": 20,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.8,
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "max_position_embeddings": 202_752,
-    "rms_norm_eps": 1e-5,
-}
-_DEEPSEEK: Final = _BOTH | {
-    "vocab_size": 129_280,
-    "hidden_size": 7168,
-    "intermediate_size": 18_432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-}
-
-
 def glm4_moe_lite(hf: HfConfig) -> Family:
     """Translates GLM-4.7-Flash; see `deepseek_v3`."""
-    return _translate("glm4_moe_lite", hf, _GLM)
+    return _translate("glm4_moe_lite", hf)
 
 
 def deepseek_v3(hf: HfConfig) -> Family:
@@ -93,12 +44,12 @@ def deepseek_v3(hf: HfConfig) -> Family:
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: A value is valid but not supported. The message names its key.
     """
-    return _translate("deepseek_v3", hf, _DEEPSEEK)
+    return _translate("deepseek_v3", hf)
 
 
-def _translate(name: str, hf: HfConfig, defaults: Defaults) -> Family:
+def _translate(name: str, hf: HfConfig) -> Family:
     check_common(hf)
-    text = hf.text.with_defaults(defaults)
+    text = hf.text.with_defaults(DEFAULTS[name])
     sizes = _read_sizes(text)
     rope = _read_rope(text)
     attention = _read_attention(text, rope)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from paceline import _core
@@ -14,70 +16,10 @@ from paceline._core import ModelFileError
 
 from .section import Section
 
-_ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
-# The keys of configuration files that an entry of the description is made of.
-_KEYS: Final[dict[str, tuple[str, ...]]] = {
-    "vocab_size": ("vocab_size",),
-    "hidden_size": ("hidden_size",),
-    "max_position": ("max_position_embeddings",),
-    "norm_eps": ("rms_norm_eps",),
-    "embed_scale": ("hidden_size",),
-    "logit_soft_cap": ("final_logit_softcapping",),
-    "ropes": _ROPE_KEYS,
-    "inv_freq": _ROPE_KEYS,
-    "ropes.scale": _ROPE_KEYS,
-    "layers": ("num_hidden_layers",),
-    "num_qo_heads": ("num_attention_heads",),
-    "num_kv_heads": ("num_key_value_heads", "num_global_key_value_heads"),
-    "head_dim": ("head_dim", "global_head_dim"),
-    "scale": ("query_pre_attn_scalar", "head_dim"),
-    "intermediate": ("intermediate_size", "moe_intermediate_size"),
-    "dense.intermediate": ("intermediate_size",),
-    "mixture.intermediate": ("moe_intermediate_size",),
-    "shared.intermediate": ("n_shared_experts", "moe_intermediate_size"),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok", "experts_per_token", "top_k_experts"),
-    "num_groups": ("n_group",),
-    "top_groups": ("topk_group",),
-    "weight_scale": ("routed_scaling_factor",),
-    **{
-        key: (key,)
-        for key in (
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "latent_norm_eps",
-        )
-    },
-    "window": ("sliding_window",),
-    "o_groups": ("o_groups",),
-    "o_lora_rank": ("o_lora_rank",),
-    "rope_head_dim": ("qk_rope_head_dim", "partial_rotary_factor", "head_dim"),
-    "tokens_per_entry": ("compress_rates", "compress_rate_csa", "compress_rate_hca"),
-    "indexer.num_heads": ("index_n_heads",),
-    "indexer.head_dim": ("index_head_dim",),
-    "indexer.top_k": ("index_topk",),
-    "streams.count": ("hc_mult",),
-    "streams.sinkhorn_iterations": ("hc_sinkhorn_iters",),
-    "streams.eps": ("hc_eps",),
-    "alpha": ("swiglu_alpha",),
-    "limit": ("swiglu_limit",),
-    "format": ("quantization_config",),
-    "per_layer_inputs.size": ("hidden_size_per_layer_input",),
-    "per_layer_inputs.vocab_size": ("vocab_size_per_layer_input",),
-    "drafter.target_hidden_size": ("target_hidden_size", "backbone_hidden_size"),
-    "drafter.draft_vocab_size": ("draft_vocab_size",),
-    "drafter.aux_layers": ("eagle_aux_hidden_state_layer_ids",),
-    "logit_scale": ("output_multiplier",),
-    "convolution.taps": ("conv_kernel_size",),
-    "convolution.group": ("conv_group_size",),
-    "selector.rank": ("selector_rank",),
-    "selector.top": ("selector_top_k",),
-    "centroids.count": ("num_centroids",),
-    "centroids.top": ("centroid_intermediate_top_k",),
-}
+# By entry of the description, the keys of configuration files that it is made of.
+_KEYS: Final[dict[str, list[str]]] = tomllib.loads(
+    Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")
+)
 
 
 def check_description(config: Mapping[str, Any], sections: Sequence[Section]) -> None:
@@ -108,7 +50,7 @@ def check_description(config: Mapping[str, Any], sections: Sequence[Section]) ->
 
 def _error(path: str, message: str, sections: Sequence[Section]) -> ModelFileError:
     parts = re.sub(r"\[\d+\]", "", path).split(".")
-    keys = _KEYS.get(".".join(parts[-2:])) or _KEYS.get(parts[-1], ())
+    keys = _KEYS.get(".".join(parts[-2:])) or _KEYS.get(parts[-1], [])
     named = dict.fromkeys(
         section.name(key) for key in keys for section in sections if section.has(key)
     )

@@ -36,7 +36,7 @@ from .family import Family, TensorSpec
 from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
 from .messages import shorten, show
 from .rope import RopeSettings, read_rope
-from .section import Section
+from .section import DEFAULTS, Section
 
 LAYER_MODEL_TYPES: Final = ("llama", "qwen3")
 _MAP_NAMES: Final = ("d2t", "t2d")
@@ -68,12 +68,8 @@ def translate_eagle(
     for section in (top, layer):
         if section.has("quantization_config"):
             raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
-    if model_type == "qwen3":
-        sizes = read_sizes(
-            layer, vocab=target.vocab_size, head_dim=128, max_position=32_768, eps=1e-6
-        )
-    else:
-        sizes = read_sizes(layer, vocab=target.vocab_size, max_position=2048, eps=1e-6)
+    defaults = DEFAULTS[model_type] | {"vocab_size": target.vocab_size}
+    sizes = read_sizes(layer.with_defaults(defaults))
     _check_target(kind, top, layer, sizes, facts, target)
     _check_biases(top, layer, facts)
     if facts.has_qk_norm != (model_type == "qwen3"):

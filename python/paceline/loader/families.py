@@ -47,6 +47,7 @@ from .qwen3_5 import (
 )
 from .qwen3_moe import qwen3_moe
 from .rope import read_rope, read_rope_by_layer_type
+from .section import DEFAULTS
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
 
@@ -82,7 +83,7 @@ def translate(hf: HfConfig) -> Family:
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: A value is valid but not supported. The message names its key.
     """
-    family = _FAMILIES[hf.architecture](hf)
+    family = _TRANSLATORS[hf.architecture](hf)
     check_description(family.config, (hf.text, hf.top))
     return family
 
@@ -142,28 +143,23 @@ def _all_alike(
 
 def _llama(hf: HfConfig) -> Family:
     check_common(hf, may_have_scales=True)
-    sizes = read_sizes(hf.text, max_position=2048, eps=1e-6)
+    sizes = read_sizes(hf.text.with_defaults(DEFAULTS["llama"]))
     return _all_alike("llama", hf, sizes, mlp_bias=hf.text.boolean("mlp_bias", False))
 
 
 def _qwen3(hf: HfConfig) -> Family:
     check_common(hf, may_have_scales=True)
-    text = hf.text
-    # The default head size is 128, not hidden_size / num_attention_heads.
-    sizes = read_sizes(text, head_dim=128, max_position=32_768, eps=1e-6)
-    check_full_layers(hf.architecture, text, sizes.layers)
+    sizes = read_sizes(hf.text.with_defaults(DEFAULTS["qwen3"]))
+    check_full_layers(hf.architecture, hf.text, sizes.layers)
     return _all_alike("qwen3", hf, sizes, has_qk_norm=True)
 
 
 def _gemma3(hf: HfConfig) -> Family:
     check_common(hf, may_have_scales=True)
-    text = hf.text
-    # Published files of the larger sizes leave out every key that has its default.
-    sizes = read_sizes(
-        text, vocab=262_208, heads=8, kv_heads=4, head_dim=256, max_position=131_072, eps=1e-6
-    )
+    text = hf.text.with_defaults(DEFAULTS["gemma3"])
+    sizes = read_sizes(text)
     layer_types = read_layer_types(text, sizes.layers, 6)
-    window = text.integer("sliding_window", 4096) if SLIDING in layer_types else 0
+    window = text.integer("sliding_window") if SLIDING in layer_types else 0
     if text.number("attn_logit_softcapping", 0.0, allow_zero=True) != 0.0:
         # transformers has the key and ignores it for Gemma 3, so a value has no defined meaning.
         raise text.refusal("attn_logit_softcapping", "null")
@@ -180,7 +176,7 @@ def _gemma3(hf: HfConfig) -> Family:
         layers,
         window=window,
         ropes=read_rope_by_layer_type(text, {FULL: 1_000_000.0, SLIDING: 10_000.0}),
-        attention_scale=text.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=text.number("query_pre_attn_scalar") ** -0.5,
         activation=read_activation(text, ("hidden_activation", "hidden_act"), "gelu_pytorch_tanh"),
         ties_lm_head=ties,
         has_qk_norm=True,
@@ -203,40 +199,31 @@ def _gemma3(hf: HfConfig) -> Family:
     )
 
 
-_FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
-    "LlamaForCausalLM": _llama,
-    "Qwen3ForCausalLM": _qwen3,
-    "Gemma3ForCausalLM": _gemma3,
-    "Gemma3ForConditionalGeneration": _gemma3,
-    "Gemma3TextModel": _gemma3,
-    **dict.fromkeys(GEMMA4_ARCHITECTURES, gemma4),
-    "GptOssForCausalLM": gpt_oss,
-    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
-    "DeepseekV3ForCausalLM": deepseek_v3,
-    "DeepseekV4ForCausalLM": deepseek_v4,
-    "Qwen3MoeForCausalLM": qwen3_moe,
-    **dict.fromkeys(QWEN3_5_ARCHITECTURES, qwen3_5),
-    **dict.fromkeys(QWEN3_5_MOE_ARCHITECTURES, qwen3_5_moe),
-    **dict.fromkeys(QWEN3_NEXT_ARCHITECTURES, qwen3_next),
-}
-
-# The "model_type" of each supported architecture.
-ARCHITECTURES: Final[dict[str, str]] = {
-    "LlamaForCausalLM": "llama",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Gemma3ForConditionalGeneration": "gemma3",
-    "Gemma3TextModel": "gemma3_text",
-    **GEMMA4_ARCHITECTURES,
-    "GptOssForCausalLM": "gpt_oss",
-    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "DeepseekV4ForCausalLM": "deepseek_v4",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    **QWEN3_5_ARCHITECTURES,
-    **QWEN3_5_MOE_ARCHITECTURES,
-    **QWEN3_NEXT_ARCHITECTURES,
-}
+# What translates each family, and the "model_type" of its architectures.
+_FAMILIES: Final[tuple[tuple[Callable[[HfConfig], Family], Mapping[str, str]], ...]] = (
+    (_llama, {"LlamaForCausalLM": "llama"}),
+    (_qwen3, {"Qwen3ForCausalLM": "qwen3"}),
+    (
+        _gemma3,
+        {
+            "Gemma3ForCausalLM": "gemma3_text",
+            "Gemma3ForConditionalGeneration": "gemma3",
+            "Gemma3TextModel": "gemma3_text",
+        },
+    ),
+    (gemma4, GEMMA4_ARCHITECTURES),
+    (gpt_oss, {"GptOssForCausalLM": "gpt_oss"}),
+    (glm4_moe_lite, {"Glm4MoeLiteForCausalLM": "glm4_moe_lite"}),
+    (deepseek_v3, {"DeepseekV3ForCausalLM": "deepseek_v3"}),
+    (deepseek_v4, {"DeepseekV4ForCausalLM": "deepseek_v4"}),
+    (qwen3_moe, {"Qwen3MoeForCausalLM": "qwen3_moe"}),
+    (qwen3_5, QWEN3_5_ARCHITECTURES),
+    (qwen3_5_moe, QWEN3_5_MOE_ARCHITECTURES),
+    (qwen3_next, QWEN3_NEXT_ARCHITECTURES),
+)
+_TRANSLATORS: Final = {name: translator for translator, names in _FAMILIES for name in names}
+#: The "model_type" of each supported architecture.
+ARCHITECTURES: Final = {name: kind for _, names in _FAMILIES for name, kind in names.items()}
 
 
 def is_same_family(architecture: str, other: str) -> bool:
@@ -244,5 +231,5 @@ def is_same_family(architecture: str, other: str) -> bool:
 
     A text model and the same with a vision tower are; unknown architectures are compared by name.
     """
-    family = _FAMILIES.get(architecture)
-    return architecture == other or (family is not None and _FAMILIES.get(other) is family)
+    family = _TRANSLATORS.get(architecture)
+    return architecture == other or (family is not None and _TRANSLATORS.get(other) is family)

@@ -33,7 +33,7 @@ from .family import Family, TensorSpec
 from .hf_config import HfConfig
 from .layer_types import FULL, SLIDING, read_layer_types
 from .rope import RopeSettings, read_rope_of_gemma4
-from .section import Section
+from .section import DEFAULTS, Section
 
 # The "model_type" of each architecture of targets.
 GEMMA4_ARCHITECTURES: Final[dict[str, str]] = {
@@ -192,15 +192,8 @@ def read_gemma4_sizes(text: Section, *, is_unified: bool) -> Sizes:
     Raises:
         ModelFileError: A key is missing or has a wrong value.
     """
-    return read_sizes(
-        text,
-        vocab=262_144,
-        heads=8,
-        kv_heads=4,
-        head_dim=256,
-        max_position=262_144 if is_unified else 131_072,
-        eps=1e-6,
-    )
+    defaults = DEFAULTS["gemma4_unified" if is_unified else "gemma4"]
+    return read_sizes(text.with_defaults(defaults))
 
 
 def describe_gemma4(

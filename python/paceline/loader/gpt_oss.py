@@ -25,7 +25,7 @@ from .hf_config import HfConfig
 from .layer_types import FULL, SLIDING, read_layer_types
 from .quantization import Quantization, read_quantization
 from .rope import RopeSettings, read_rope
-from .section import Section
+from .section import DEFAULTS, Section
 
 # The default of transformers, which is that of the published files.
 _ROPE: Final = RopeSettings(
@@ -48,12 +48,10 @@ def gpt_oss(hf: HfConfig) -> Family:
         NotImplementedError: A value is valid but not supported. The message names its key.
     """
     check_common(hf, may_have_scales=True)
-    text = hf.text
-    sizes = read_sizes(
-        text, vocab=201_088, heads=64, kv_heads=8, head_dim=64, max_position=131_072, eps=1e-5
-    )
+    text = hf.text.with_defaults(DEFAULTS["gpt_oss"])
+    sizes = read_sizes(text)
     layer_types = read_layer_types(text, sizes.layers, 2)
-    window = text.integer("sliding_window", 128) if SLIDING in layer_types else 0
+    window = text.integer("sliding_window") if SLIDING in layer_types else 0
     text.only("hidden_act", "silu", "silu (with swiglu_alpha and swiglu_limit)")
     formats = NO_FORMATS
     quantization = read_quantization(hf, ("mxfp4",))

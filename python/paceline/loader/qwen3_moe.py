@@ -32,7 +32,7 @@ from .quantization import (
     with_formats,
 )
 from .rope import read_rope
-from .section import Section
+from .section import DEFAULTS, Section
 
 _PREFIXES: Final = ("model.", "")
 # The modules of an expert, by the name of their format.
@@ -66,7 +66,7 @@ def qwen3_moe(hf: HfConfig) -> Family:
     check_common(hf, may_have_scales=True)
     text = hf.text
     # Unlike Qwen3's, the default head size is hidden_size / num_attention_heads.
-    sizes = read_sizes(text, max_position=32_768, eps=1e-6)
+    sizes = read_sizes(text.with_defaults(DEFAULTS["qwen3_moe"]))
     check_full_layers(hf.architecture, text, sizes.layers)
     experts = _read_experts(text)
     is_sparse = _read_sparse_layers(text, sizes.layers, experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,10 @@ _INFINITE_FLOAT32: Final = (2 - 2.0**-24) * 2.0**127
 
 #: Values of keys that an object may leave out.
 Defaults = Mapping[str, bool | int | float | str]
+#: By family, those of transformers.
+DEFAULTS: Final[dict[str, dict[str, bool | int | float | str]]] = tomllib.loads(
+    Path(__file__).with_name("defaults.toml").read_text(encoding="utf-8")
+)
 
 
 class _Required:
@@ -138,6 +143,10 @@ class Section:
     def has(self, key: str) -> bool:
         """Returns whether the key is there and not null."""
         return self.values.get(key) is not None
+
+    def has_value(self, key: str) -> bool:
+        """Returns whether the key is there, or may be left out."""
+        return self.has(key) or key in self._defaults
 
     def error(self, key: str, expected: str, note: str = "") -> ModelFileError:
         """The error for a key with a wrong value, or without one; a note follows the value."""
