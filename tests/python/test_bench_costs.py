@@ -166,7 +166,7 @@ def test_passes_of_a_block_drafter(config_dir: Path, anchors: bool, num_rows: in
     attention = model.config["layers"][0]["attention"]
     kv_heads = 2 * attention["num_kv_heads"]
     kv = 600 * kv_heads / (attention["num_qo_heads"] + kv_heads)
-    num_bytes = floor.work_of(floor._block_products(draft, None, 4, 3)).weight_bytes
+    num_bytes = floor.work_of(floor._block_passes(draft, None, 4, 3, 1, 0.0, 2)).weight_bytes
     assert num_bytes == int(800 + kv + 600 + 400 + 200 + 3 * 100)
     flops = (
         4 * (800 + kv)

@@ -227,7 +227,7 @@ def test_block_drafters(
     parts = 1 if attention.get("k_eq_v") else 2
     again = 2 * len(layers) * parts * kv_heads * dim * hidden
     assert (sizes["fc"] + again) / 1e9 == pytest.approx(context, abs=5e-4)
-    products = floor._block_products(Drafter(), None, k + 1, k)  # type: ignore[arg-type]
+    products = floor._block_passes(Drafter(), None, k + 1, k, 1, 0.0, 2)  # type: ignore[arg-type]
     read = floor.work_of(products).weight_bytes
     assert read == matrices + sizes["lm_head"] + k * sizes.get("markov", 0) + again
     assert sizes["lm_head"] / 1e9 == pytest.approx(head, abs=1e-3)

@@ -226,7 +226,7 @@ def iteration_passes(
     if _is_block(draft):
         num_drafts = 1 if is_least else k
         return passes + _block_passes(
-            draft, of_draft, num_verified, num_drafts, workload, context, item
+            draft, of_draft, num_verified, num_drafts, workload.concurrency, context, item
         )
     num_first = 1 if is_least else _num_first_rows(draft, k)
     passes.append(one(draft, of_draft, num_first, 1))
@@ -293,7 +293,8 @@ def _prompt_passes(
         return passes
     if _is_block(draft):
         k = 1 if row.may_stop_early else row.num_draft_tokens
-        passes += _block_passes(draft, row.draft_experts, num, k, workload, num, item)
+        experts, c = row.draft_experts, workload.concurrency
+        passes += _block_passes(draft, experts, num, k, c, num, item)
     else:
         reads_target = draft.config.get("drafter", {}).get("kind") == "gemma4_mtp"
         passes.append(one(draft, 1 if reads_target else num))
@@ -352,25 +353,34 @@ def _is_block(draft: BenchModel) -> bool:
     return "block" in draft.config.get("drafter", {})
 
 
-def _block_products(
-    draft: BenchModel, experts: float | None, num_known: int, k: int
+def _block_passes(
+    draft: BenchModel,
+    experts: float | None,
+    num_known: int,
+    k: int,
+    concurrency: int,
+    context: float,
+    item: int,
 ) -> list[list[Operation]]:
-    """The products of a block drafter for one sequence: those that write its context, the pass over
-    the block, and the Markov head's for each draft.
+    """The passes of a block drafter for all sequences: the products that write its context, the
+    pass over the block, and the products of the Markov head for each draft.
 
     Args:
         draft: The drafter.
         experts: As for `pass_operations`, of the pass over the block.
-        num_known: Tokens whose hidden states are new.
+        num_known: Tokens of each sequence whose hidden states are new.
         k: The number of drafts, at least 1.
+        concurrency: Number of sequences.
+        context: Tokens before the block.
+        item: Bytes per element of the cache.
     """
     head = draft.config["drafter"]["block"]
     num_rows = k if head["samples_from_anchor"] else k + 1
-    context, block, markov = [], [], []
+    written, block, markov = [], [], []
     for matrix in draft.costs.matrices:
-        flops = 2 * matrix.parameters
+        flops = concurrency * 2 * matrix.parameters
         if matrix.name == "fc":
-            context.append(Operation(matrix.name, matrix.num_bytes, num_known * flops))
+            written.append(Operation(matrix.name, matrix.num_bytes, num_known * flops))
         elif matrix.name.startswith("markov"):
             markov.append(Operation(matrix.name, matrix.num_bytes, flops))
         else:
@@ -381,8 +391,9 @@ def _block_products(
             attention = draft.config["layers"][int(matrix.name.split(".")[1])]["attention"]
             part = _part_of_keys(attention)
             name = matrix.name.replace("qkv", "kv")
-            context.append(Operation(name, part * matrix.num_bytes, part * num_known * flops))
-    return [context, block, *[markov] * (k if markov else 0)]
+            written.append(Operation(name, part * matrix.num_bytes, part * num_known * flops))
+    block += _attentions(draft, concurrency, num_rows, [context], item)
+    return [written, block, *[markov] * (k if markov else 0)]
 
 
 def _part_of_keys(attention: Mapping[str, Any]) -> float:
@@ -393,36 +404,6 @@ def _part_of_keys(attention: Mapping[str, Any]) -> float:
         queries = attention["num_qo_heads"]
         keys = (1 if attention.get("k_eq_v") else 2) * attention["num_kv_heads"]
     return float(keys / (queries + keys))
-
-
-def _block_passes(
-    draft: BenchModel,
-    experts: float | None,
-    num_known: int,
-    k: int,
-    workload: Workload,
-    context: float,
-    item: int,
-) -> list[list[Operation]]:
-    """The passes of a block drafter for all sequences; see `_block_products`.
-
-    Args:
-        draft: The drafter.
-        experts: As for `pass_operations`, of the pass over the block.
-        num_known: Tokens of each sequence whose hidden states are new.
-        k: The number of drafts, at least 1.
-        workload: What is measured.
-        context: Tokens before the block.
-        item: Bytes per element of the cache.
-    """
-    c = workload.concurrency
-    passes = [
-        [replace(op, flops=c * op.flops) for op in ops]
-        for ops in _block_products(draft, experts, num_known, k)
-    ]
-    num_rows = k if draft.config["drafter"]["block"]["samples_from_anchor"] else k + 1
-    passes[1] += _attentions(draft, c, num_rows, [context], item)
-    return passes
 
 
 def _num_first_rows(draft: BenchModel, k: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline.bench.report import TABLES
 from paceline.checks import shorten
 
 if TYPE_CHECKING:
@@ -20,35 +21,10 @@ _SUFFIXES: Final = (".png", ".svg", ".pdf")
 PLOT_NEEDS: Final = (
     f"the ending is {', '.join(_SUFFIXES)}; needs matplotlib: pip install 'paceline[bench]'"
 )
-# What a report of `latency` and one of `pairs` need for a figure.
-_ROW_KEYS: Final = (
-    "configuration", "workload", "iteration_ms", "output_tokens_per_s", "tokens_per_iteration",
-    "floor_ms", "num_draft_tokens",
-)  # fmt: skip
-_PAIR_KEYS: Final = (
-    "pair", "temperature", "max_concurrency", "output_throughput", "median_itl_ms", "floor_share",
-)  # fmt: skip
-# Title, unit, and by the name of each line its key. The first line is drawn in full, and the others
-# are thin and dashed.
-Panel = tuple[str, str, Mapping[str, str]]
-_LATENCY_PANELS: Final[Sequence[Panel]] = (
-    ("time of an iteration", "ms (median)", {"{}": "iteration_ms", "floor of {}": "floor_ms"}),
-    (
-        "output of all sequences",
-        "tokens per second",
-        {"{}": "output_tokens_per_s", "limit of {}": "limit_tokens_per_s"},
-    ),
-)
-_PAIR_PANELS: Final[Sequence[Panel]] = (
-    ("output of all requests", "tokens per second", {"{}": "output_throughput"}),
-    ("inter-token latency", "ms (median)", {"{}": "median_itl_ms"}),
-    ("share of the floor", "least time of an iteration / its time", {"{}": "floor_share"}),
-)
-_SERVE_PANELS: Final[Sequence[Panel]] = (
-    ("output", "tokens per second", {"output": "output_throughput"}),
-    ("time to first token", "ms", {"median": "median_ttft_ms", "p99": "p99_ttft_ms"}),
-    ("inter-token latency", "ms", {"median": "median_itl_ms", "p99": "p99_itl_ms"}),
-)
+# Title, unit, and by the name of each line its key.
+Panel = Sequence[Any]
+# The parts of tables.toml by the bench.
+_FIGURES: Final = TABLES["figures"]
 # Of lines that share a colour.
 _STYLES: Final = ("-", "--", ":", "-.")
 
@@ -97,7 +73,7 @@ def read_report(path: str) -> dict[str, Any]:
     try:
         report = json.loads(Path(path).read_bytes())
         rows = report["rows"]
-        keys = _PAIR_KEYS if _is_of_pairs(report) else _ROW_KEYS
+        keys = _FIGURES[_kind(report)]["row_keys"]
         is_report = bool(rows) and all(
             all(key in row for key in keys) and _concurrency(row) >= 1 for row in rows
         )
@@ -123,11 +99,11 @@ def draw_report(report: Mapping[str, Any], path: str) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    is_of_pairs = _is_of_pairs(report)
-    series = (_pair_series if is_of_pairs else _latency_series)(report["rows"])
+    kind = _kind(report)
+    series = (_pair_series if kind == "pairs" else _latency_series)(report["rows"])
     ticks = {float(c): str(c) for c in sorted(map(_concurrency, report["rows"]))}
-    panels = _PAIR_PANELS if is_of_pairs else _LATENCY_PANELS
-    draw(panels, series, ticks, title_of(report), path, has_one_legend=is_of_pairs)
+    title, has_one_legend = title_of(report), kind == "pairs"
+    draw(_FIGURES[kind]["panels"], series, ticks, title, path, has_one_legend=has_one_legend)
 
 
 def draw_results(results: Sequence[Mapping[str, Any]], command: str, path: str) -> None:
@@ -135,7 +111,8 @@ def draw_results(results: Sequence[Mapping[str, Any]], command: str, path: str) 
     ticks = {float(place): _load(result) for place, result in enumerate(results)}
     series = Series("", 0, rows=dict(zip(ticks, results, strict=True)))
     facts = {"target": results[0]["model_id"], "date": results[0]["date"], "command": command}
-    draw(_SERVE_PANELS, [series], ticks, title_of(facts), path, x_label="load", is_log=False)
+    panels = _FIGURES["serve"]["panels"]
+    draw(panels, [series], ticks, title_of(facts), path, x_label="load", is_log=False)
 
 
 def draw(
@@ -224,8 +201,8 @@ def _scale(axes: Axes, *, is_log: bool) -> None:
     axes.minorticks_off()
 
 
-def _is_of_pairs(report: Mapping[str, Any]) -> bool:
-    return report.get("bench") == "pairs"
+def _kind(report: Mapping[str, Any]) -> str:
+    return "pairs" if report.get("bench") == "pairs" else "latency"
 
 
 def _concurrency(row: Mapping[str, Any]) -> int:
