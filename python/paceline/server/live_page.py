@@ -19,9 +19,9 @@ def page() -> tuple[bytes, dict[str, str]]:
         The document, and its headers. Its policy allows the page's own style and script, by their
         hashes, and requests to the server that it came from.
     """
-    style = _read("page.css")
-    script = "\n".join(map(_read, _SCRIPTS))
-    html = _read("page.html").replace("/* style */", style).replace("/* script */", script)
+    style = read_part("page.css")
+    script = "\n".join(map(read_part, _SCRIPTS))
+    html = read_part("page.html").replace("/* style */", style).replace("/* script */", script)
     allowed = {
         "script-src": _hash(script),
         "connect-src": "'self'",
@@ -54,7 +54,8 @@ def policy_headers(style: str, allowed: Mapping[str, str] | None = None) -> dict
     }
 
 
-def _read(name: str) -> str:
+def read_part(name: str) -> str:
+    """Reads a file of the folder `page`."""
     return (resources.files("paceline.server") / "page" / name).read_text(encoding="utf-8")
 
 

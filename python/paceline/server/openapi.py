@@ -15,7 +15,7 @@ from typing import Any, Final
 import paceline
 from paceline.server.exchange import MESSAGE_PATHS, OPEN_PATHS
 from paceline.server.field_schemas import FIELDS, Schema, Schemas
-from paceline.server.live_page import policy_headers
+from paceline.server.live_page import policy_headers, read_part
 
 # They take values of what is refused that are the same as leaving the field out.
 _OTHERS: Final = (
@@ -127,16 +127,6 @@ _MESSAGE_ERROR: Final[Schema] = {
 
 # ---- the page ------------------------------------------------------------------------------------
 
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-summary { cursor: pointer; padding: 0.4rem 0; }
-code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; }
-table { border-collapse: collapse; width: 100%; margin: 0.5rem 0 1.5rem; }
-th, td { text-align: left; vertical-align: top; padding: 0.25rem 0.75rem 0.25rem 0; }
-td { border-top: 1px solid color-mix(in srgb, currentColor 20%, transparent); }
-"""
-
 
 def docs_page() -> tuple[bytes, dict[str, str]]:
     """Makes the page at /docs of the document: without a script, and from this host alone.
@@ -156,19 +146,14 @@ def docs_page() -> tuple[bytes, dict[str, str]]:
             name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
             table = _table(described["components"]["schemas"][name])
             rows.append(f"<details><summary>{title}</summary>{table}</details>")
-    text = "\n".join(
-        (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Paceline: routes</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            "<h1>Routes</h1>",
-            f"<p>{html.escape(described['info']['description'])} For programs: "
-            '<a href="openapi.json">openapi.json</a>.</p>',
-            *rows,
-            "</body>\n</html>\n",
-        )
-    )
-    return text.encode(), policy_headers(_STYLE)
+    style, text = read_part("docs.css"), read_part("docs.html")
+    for place, part in (
+        ("/* style */", style),
+        ("<!-- description -->", html.escape(described["info"]["description"])),
+        ("<!-- routes -->", "\n".join(rows)),
+    ):
+        text = text.replace(place, part)
+    return text.encode(), policy_headers(f"\n{style}")
 
 
 def _escaped(operation: Mapping[str, Any]) -> str:
