@@ -24,21 +24,12 @@ MAX_COUNT: Final = 2**31 - 1
 #: The length of the shortest text that a regular expression matches.
 MAX_SHORTEST: Final = 100_000
 
-_COUNTS: Final = (
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-    "minContains",
-    "maxContains",
-)
+# What a schema counts, with "min" and "max" before it.
+_COUNTED: Final = ("Length", "Items", "Properties", "Contains")
+_COUNTS: Final = tuple(f"{bound}{what}" for what in _COUNTED for bound in ("min", "max"))
 # Each pair of bounds: a lower one above the upper one leaves no value.
 _RANGES: Final = (
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
+    *((f"min{what}", f"max{what}") for what in _COUNTED if what != "Contains"),
     ("minimum", "maximum"),
 )
 # Values of these keys are data and no schemas.

@@ -6,50 +6,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline import _core
+from paceline import _core, limits, speculative_fields
 from paceline.config import DTYPES, LOAD_FORMATS
 from paceline.device import usable_devices
-from paceline.limits import (
-    MAX_BLOCK_SIZE,
-    MAX_DRAFT_PROPOSALS,
-    MAX_NUM_SEQS,
-    MAX_SAMPLES,
-    MAX_SPECULATIVE_TOKENS,
-)
 from paceline.loader import ARCHITECTURES
+from paceline.metrics import used_share
 from paceline.outputs import acceptance
 from paceline.sampling import SamplingParams
-from paceline.speculative_fields import (
-    DRAFT_DRIVERS,
-    DRAFT_FEEDBACKS,
-    DRAFT_POSITIONS,
-    DRAFT_SAMPLE_METHODS,
-    LATER_METHODS,
-    METHODS,
-    REJECTION_SAMPLE_METHODS,
-)
 
 
 def capabilities() -> dict[str, Any]:
     """Lists what this version supports, without a model; see `LLM.capabilities`."""
     return {
-        "methods": list(METHODS),
-        "later_methods": list(LATER_METHODS),
-        "max_num_speculative_tokens": MAX_SPECULATIVE_TOKENS,
-        "rejection_sample_methods": list(REJECTION_SAMPLE_METHODS),
-        "draft_sample_methods": list(DRAFT_SAMPLE_METHODS),
-        "max_draft_proposals": MAX_DRAFT_PROPOSALS,
-        "draft_drivers": list(DRAFT_DRIVERS),
-        "draft_positions": list(DRAFT_POSITIONS),
-        "draft_feedbacks": list(DRAFT_FEEDBACKS),
+        "methods": list(speculative_fields.METHODS),
+        "later_methods": list(speculative_fields.LATER_METHODS),
+        "max_num_speculative_tokens": limits.MAX_SPECULATIVE_TOKENS,
+        "rejection_sample_methods": list(speculative_fields.REJECTION_SAMPLE_METHODS),
+        "draft_sample_methods": list(speculative_fields.DRAFT_SAMPLE_METHODS),
+        "max_draft_proposals": limits.MAX_DRAFT_PROPOSALS,
+        "draft_drivers": list(speculative_fields.DRAFT_DRIVERS),
+        "draft_positions": list(speculative_fields.DRAFT_POSITIONS),
+        "draft_feedbacks": list(speculative_fields.DRAFT_FEEDBACKS),
         "architectures": sorted(ARCHITECTURES),
         "devices": usable_devices(),
         "has_cuda": _core.build_info()["has_cuda"],
         "dtypes": list(DTYPES),
         "load_formats": list(LOAD_FORMATS),
-        "block_sizes": {"min": 1, "max": MAX_BLOCK_SIZE},
-        "max_num_seqs": {"min": 1, "max": MAX_NUM_SEQS},
-        "max_n": MAX_SAMPLES,
+        "block_sizes": {"min": 1, "max": limits.MAX_BLOCK_SIZE},
+        "max_num_seqs": {"min": 1, "max": limits.MAX_NUM_SEQS},
+        "max_n": limits.MAX_SAMPLES,
         "sampling_parameters": list(SamplingParams.__dataclass_fields__),
     }
 
@@ -75,7 +60,6 @@ def engine_stats(
     Returns:
         The dict.
     """
-    used = stats["kv_num_slabs"] - stats["kv_free_slabs"]
     same = (
         "num_running",
         "num_waiting",
@@ -95,7 +79,7 @@ def engine_stats(
             "num_hit_tokens": stats["num_prefix_hit_tokens"],
         },
         "num_output_tokens": stats["num_emitted_tokens"],
-        "kv_cache_usage": used / stats["kv_num_slabs"] if stats["kv_num_slabs"] else 0.0,
+        "kv_cache_usage": used_share(stats),
         "kv_groups": [
             {**name, **group} for name, group in zip(groups, stats["kv_groups"], strict=True)
         ],

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Never
 
+from paceline import limits
 from paceline.checks import (
     check_bool,
     check_int,
@@ -17,18 +18,6 @@ from paceline.checks import (
     shorten,
     wrong_type,
     wrong_value,
-)
-from paceline.limits import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_INT,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_SAMPLES,
-    MAX_SEED,
-    MAX_SPECULATIVE_TOKENS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
 )
 from paceline.structured_outputs import StructuredOutputsParams
 
@@ -166,11 +155,11 @@ class SamplingParams:
         """Checks and stores the parameters; see the class."""
         check_unknown("SamplingParams", SamplingParams.__init__, unknown)
         if max_tokens is not None:
-            max_tokens = check_int("max_tokens", max_tokens, 1, MAX_INT)
+            max_tokens = check_int("max_tokens", max_tokens, 1, limits.MAX_INT)
         checked: dict[str, Any] = {
-            "n": check_int("n", n, 1, MAX_SAMPLES),
+            "n": check_int("n", n, 1, limits.MAX_SAMPLES),
             "temperature": _check_temperature(temperature),
-            "top_k": max(check_int("top_k", top_k, -1, MAX_INT), 0),
+            "top_k": max(check_int("top_k", top_k, -1, limits.MAX_INT), 0),
             "top_p": _check_number(
                 "top_p", top_p, "a number above 0, at most 1", lambda value: 0 < value <= 1
             ),
@@ -199,7 +188,7 @@ class SamplingParams:
             ),
             "stop_token_ids": _check_stop_token_ids(stop_token_ids),
             "ignore_eos": check_bool("ignore_eos", ignore_eos),
-            "seed": None if seed is None else check_int("seed", seed, 0, MAX_SEED),
+            "seed": None if seed is None else check_int("seed", seed, 0, limits.MAX_SEED),
             "logprobs": _check_num_logprobs("logprobs", logprobs),
             "prompt_logprobs": _check_num_logprobs("prompt_logprobs", prompt_logprobs),
             "detokenize": check_bool("detokenize", detokenize),
@@ -210,7 +199,7 @@ class SamplingParams:
             "num_speculative_tokens": None
             if num_speculative_tokens is None
             else check_int(
-                "num_speculative_tokens", num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
+                "num_speculative_tokens", num_speculative_tokens, 0, limits.MAX_SPECULATIVE_TOKENS
             ),
             "structured_outputs": StructuredOutputsParams.of(structured_outputs),
             "return_token_sources": check_bool("return_token_sources", return_token_sources),
@@ -266,8 +255,8 @@ def _check_temperature(value: Any) -> float:
     return _check_number(
         "temperature",
         value,
-        f"0 (greedy), or a number from 1e-45 to {MAX_TEMPERATURE:g}",
-        lambda number: is_zero or 0 < number <= MAX_TEMPERATURE,
+        f"0 (greedy), or a number from 1e-45 to {limits.MAX_TEMPERATURE:g}",
+        lambda number: is_zero or 0 < number <= limits.MAX_TEMPERATURE,
     )
 
 
@@ -278,7 +267,7 @@ def _check_penalty(name: str, value: Any) -> float:
 
 
 def _check_min_tokens(value: Any, max_tokens: int | None) -> int:
-    min_tokens = check_int("min_tokens", value, 0, MAX_INT if max_tokens is None else None)
+    min_tokens = check_int("min_tokens", value, 0, limits.MAX_INT if max_tokens is None else None)
     if max_tokens is not None and min_tokens > max_tokens:
         raise ValueError(
             f"min_tokens is {min_tokens}; allowed: 0 to max_tokens = {max_tokens}, "
@@ -288,7 +277,7 @@ def _check_min_tokens(value: Any, max_tokens: int | None) -> int:
 
 
 def _check_num_logprobs(name: str, value: Any) -> int | None:
-    return None if value is None else check_int(name, value, 0, MAX_LOGPROBS)
+    return None if value is None else check_int(name, value, 0, limits.MAX_LOGPROBS)
 
 
 def _check_count(name: str, count: int, most: int) -> None:
@@ -305,16 +294,18 @@ def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not _is_list(value):
         raise wrong_type(name, value, "a sequence of token ids")
     # A list may have a million ids, and a server has other requests.
-    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_INT:
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= limits.MAX_INT:
         return tuple(value)
-    return tuple(check_int(f"{name}[{i}]", token, 0, MAX_INT) for i, token in enumerate(value))
+    return tuple(
+        check_int(f"{name}[{i}]", token, 0, limits.MAX_INT) for i, token in enumerate(value)
+    )
 
 
 def _check_stop_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     if _is_list(value):
-        _check_count("stop_token_ids", len(value), MAX_STOP_TOKEN_IDS)
+        _check_count("stop_token_ids", len(value), limits.MAX_STOP_TOKEN_IDS)
     return _check_token_ids("stop_token_ids", value)
 
 
@@ -324,14 +315,14 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not _is_list(pairs):
         raise wrong_type("logit_bias", value, "a mapping from token ids to numbers")
-    _check_count("logit_bias", len(pairs), MAX_LOGIT_BIAS)
+    _check_count("logit_bias", len(pairs), limits.MAX_LOGIT_BIAS)
     biases: dict[int, float] = {}
     for pair in pairs:
         if not _is_list(pair) or len(pair) != 2:
             raise ValueError(
                 f"logit_bias has {shorten(pair)}; allowed: pairs of a token id and a number"
             )
-        token = check_int("a token of logit_bias", pair[0], 0, MAX_INT)
+        token = check_int("a token of logit_bias", pair[0], 0, limits.MAX_INT)
         if token in biases:
             raise ValueError(f"logit_bias has token {token} twice; allowed: once")
         biases[token] = _check_number(
@@ -348,7 +339,7 @@ def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
         return ()
     if not _is_list(value):
         raise wrong_type("bad_words", value, "a sequence of strings or of sequences of token ids")
-    _check_count("bad_words", len(value), MAX_BAD_WORDS)
+    _check_count("bad_words", len(value), limits.MAX_BAD_WORDS)
     words: list[str | tuple[int, ...]] = []
     for i, word in enumerate(value):
         if isinstance(word, str | _BYTES):
@@ -366,9 +357,10 @@ def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
                 "because leading whitespace is ignored, or a sequence of token ids"
             )
     num_tokens = sum(len(word) for word in words if not isinstance(word, str))
-    if num_tokens > MAX_BAD_WORD_TOKENS:
+    if num_tokens > limits.MAX_BAD_WORD_TOKENS:
         raise ValueError(
-            f"bad_words has {num_tokens} token ids in all; allowed: at most {MAX_BAD_WORD_TOKENS}"
+            f"bad_words has {num_tokens} token ids in all; allowed: at most "
+            f"{limits.MAX_BAD_WORD_TOKENS}"
         )
     return tuple(words)
 
