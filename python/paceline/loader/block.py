@@ -14,8 +14,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline._core import ModelFileError
-
 from .block_facts import CONFIDENCE, BlockFacts
 from .block_heads import (
     DFLASH2_KEYS,
@@ -42,8 +40,8 @@ from .description import check_description
 from .drafters import (
     DFLASH2,
     Target,
-    check_same_vocabulary,
-    check_target_width,
+    check_fits,
+    check_full_head,
     describe_drafter,
     made_for_another,
     take_positions,
@@ -83,7 +81,10 @@ def translate_block(
         _check_supported(kind, section)
     stack = read_block_layers(top, layer, block, target)
     sizes = stack.sizes
-    _check_target(top, layer, sizes, facts, target)
+    borrows = not facts.has_embedding or facts.draft_vocab_size is None
+    check_fits(top, layer, sizes, target, "embeddings or lm_head" if borrows else "")
+    if not facts.has_map:
+        check_full_head(top, facts.draft_vocab_size, sizes.vocab)
     notes: list[str] = []
     drafter = describe_drafter(
         kind,
@@ -129,28 +130,6 @@ def _check_supported(kind: str, section: Section) -> None:
             raise section.refusal(key, f"{show(neutral)}, or no such key")
     if section.has("quantization_config"):
         raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
-
-
-def _check_target(
-    top: Section, layer: Section, sizes: Sizes, facts: BlockFacts, target: Target
-) -> None:
-    check_same_vocabulary(top, layer, sizes, target)
-    made_for = made_for_another(top)
-    key = "target_hidden_size"
-    check_target_width(top, key, top.integer(key, target.hidden_size), target)
-    borrows = not facts.has_embedding or facts.draft_vocab_size is None
-    if borrows and sizes.hidden != target.hidden_size:
-        raise ValueError(
-            f'{made_for} key "{layer.name("hidden_size")}" is {sizes.hidden}, but {target.path} '
-            f"has a hidden size of {target.hidden_size}, and the drafter uses its embeddings or "
-            "lm_head"
-        )
-    rows = facts.draft_vocab_size
-    if rows is not None and not facts.has_map and rows != sizes.vocab:
-        raise ModelFileError(
-            f"{top.source}: 'd2t' is not in the weights, but 'lm_head.weight' has {rows} rows and "
-            f"the target {sizes.vocab} token ids; expected 'd2t', or a row for each id"
-        )
 
 
 # ---- the tensors ---------------------------------------------------------------------------------

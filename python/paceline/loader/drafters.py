@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from paceline._core import ModelFileError
 from paceline.option_schema import KEYS
 
 from .binding import BoundTensor
@@ -132,6 +133,48 @@ def check_same_vocabulary(top: Section, section: Section, sizes: Sizes, target: 
             f'{made_for_another(top)} key "{section.name("vocab_size")}" is {sizes.vocab}, but '
             f"{target.path} has {target.vocab_size} ids; expected a drafter with the target's "
             "vocabulary"
+        )
+
+
+def check_fits(top: Section, section: Section, sizes: Sizes, target: Target, borrowed: str) -> None:
+    """Refuses a draft head of a target with another vocabulary or hidden size.
+
+    Args:
+        top: As for `check_same_vocabulary`.
+        section: As for `check_same_vocabulary`.
+        sizes: As for `check_same_vocabulary`.
+        target: The target that it must fit.
+        borrowed: The parts of the target that it uses with its own hidden size; empty: none.
+
+    Raises:
+        ValueError: It does not fit; names both values.
+    """
+    check_same_vocabulary(top, section, sizes, target)
+    key = "target_hidden_size"
+    check_target_width(top, key, top.integer(key, target.hidden_size), target)
+    if borrowed and sizes.hidden != target.hidden_size:
+        raise ValueError(
+            f'{made_for_another(top)} key "{section.name("hidden_size")}" is {sizes.hidden}, but '
+            f"{target.path} has a hidden size of {target.hidden_size}, and the drafter uses its "
+            f"{borrowed}"
+        )
+
+
+def check_full_head(top: Section, rows: int | None, vocab_size: int) -> None:
+    """Checks the lm_head of a draft head without `d2t`, where row i is token id i of the target.
+
+    Args:
+        top: The draft head's configuration.
+        rows: The rows of its lm_head; None: it has none.
+        vocab_size: The token ids of the target.
+
+    Raises:
+        ModelFileError: They differ; names both values.
+    """
+    if rows is not None and rows != vocab_size:
+        raise ModelFileError(
+            f"{top.source}: 'd2t' is not in the weights, but 'lm_head.weight' has {rows} rows and "
+            f"the target {vocab_size} token ids; expected 'd2t', or a row for each id"
         )
 
 

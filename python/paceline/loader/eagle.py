@@ -24,8 +24,8 @@ from .description import check_description
 from .drafters import (
     EAGLE3,
     Target,
-    check_same_vocabulary,
-    check_target_width,
+    check_fits,
+    check_full_head,
     describe_drafter,
     made_for_another,
     take_positions,
@@ -119,10 +119,6 @@ def _check_target(
 ) -> None:
     """Refuses a draft head of another target, with both values."""
     _check_verifier(top, target)
-    check_same_vocabulary(top, layer, sizes, target)
-    made_for = made_for_another(top)
-    key = "target_hidden_size"
-    check_target_width(top, key, top.integer(key, target.hidden_size), target)
     borrowed = [
         name
         for name, is_owned in (
@@ -132,12 +128,7 @@ def _check_target(
         )
         if not is_owned
     ]
-    if borrowed and sizes.hidden != target.hidden_size:
-        raise ValueError(
-            f'{made_for} key "{layer.name("hidden_size")}" is {sizes.hidden}, but {target.path} '
-            f"has a hidden size of {target.hidden_size}, and the drafter uses its "
-            f"{' and '.join(borrowed)}"
-        )
+    check_fits(top, layer, sizes, target, " and ".join(borrowed))
 
 
 def _check_verifier(top: Section, target: Target) -> None:
@@ -189,17 +180,7 @@ def _check_eagle(top: Section, sizes: Sizes, facts: Facts) -> None:
             f"{top.source}: 'd2t' is in the weights, but an EAGLE-1 draft head has no reduced "
             "vocabulary"
         )
-    _check_full_head(top, sizes.vocab, facts)
-
-
-def _check_full_head(top: Section, vocab_size: int, facts: Facts) -> None:
-    """Without `d2t`, row i of the lm_head is token id i of the target."""
-    rows = facts.draft_vocab_size
-    if rows is not None and rows != vocab_size:
-        raise ModelFileError(
-            f"{top.source}: 'd2t' is not in the weights, but 'lm_head.weight' has {rows} rows and "
-            f"the target {vocab_size} token ids; expected 'd2t', or a row for each id"
-        )
+    check_full_head(top, facts.draft_vocab_size, sizes.vocab)
 
 
 def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -> dict[str, Any]:
@@ -222,7 +203,7 @@ def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -
             "none of the two"
         )
     if not facts.has_map:
-        _check_full_head(top, target.vocab_size, facts)
+        check_full_head(top, rows, target.vocab_size)
     aux_layers = _choose_aux_layers(top, facts, target, notes)
     if facts.num_fc_norms and facts.num_fc_norms != len(aux_layers):
         raise ModelFileError(
