@@ -76,10 +76,8 @@ def _has_confidence(top: Section, block: Section, facts: BlockFacts) -> bool:
     is_there = facts.confidence_columns > 0
     is_enabled = section.boolean(key, is_there)
     if is_enabled and not is_there:
-        raise ModelFileError(
-            f'{top.source}: key "{section.name(key)}" is true, but {CONFIDENCE_WEIGHT!r} is not in '
-            "the weights; expected the tensor, or false"
-        )
+        seen = f"is true, but {CONFIDENCE_WEIGHT!r} is not in the weights"
+        raise section.wrong(key, f"{seen}; expected the tensor, or false")
     return is_enabled
 
 
@@ -89,9 +87,8 @@ def _reads_token(top: Section, block: Section, facts: BlockFacts, sizes: Sizes, 
     section = find_key(key, block) or top
     reads_token = section.boolean(key, rank > 0 and facts.confidence_columns != sizes.hidden)
     if reads_token and rank == 0:
-        raise ModelFileError(
-            f'{top.source}: key "{section.name(key)}" is true, but "markov_rank" is 0; expected '
-            "false, or a Markov head"
+        raise section.wrong(
+            key, 'is true, but "markov_rank" is 0; expected false, or a Markov head'
         )
     columns = sizes.hidden + (rank if reads_token else 0)
     if facts.confidence_columns != columns:

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline._core import ModelFileError
-
 from .formats import NO_FORMATS, LayerFormats
 from .hf_config import HfConfig
 from .layer_types import SLIDING
@@ -125,9 +123,7 @@ def read_sizes(text: Section) -> Sizes:
                 f'where "{text.name("head_dim")}" is absent',
             )
     if dim % 2 != 0:
-        raise ModelFileError(
-            f'{text.source}: key "{text.name("head_dim")}" is {dim}; expected an even integer'
-        )
+        raise text.wrong("head_dim", f"is {dim}; expected an even integer")
     return Sizes(
         vocab=text.integer("vocab_size"),
         hidden=hidden,
@@ -305,10 +301,8 @@ def same_fact(text: Section, key: str, other: str, default: int | None = None) -
 def check_top_k(text: Section, key: str, top_k: int, experts_key: str, experts: int) -> None:
     """Refuses more experts for a token than there are."""
     if top_k > experts:
-        raise ModelFileError(
-            f'{text.source}: key "{text.name(key)}" is {top_k}; expected an '
-            f'integer from 1 to "{text.name(experts_key)}" ({experts})'
-        )
+        allowed = f'an integer from 1 to "{text.name(experts_key)}" ({experts})'
+        raise text.wrong(key, f"is {top_k}; expected {allowed}")
 
 
 def round_to_float32(value: float) -> float:

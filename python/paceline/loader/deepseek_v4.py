@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from paceline._core import ModelFileError
-
 from .decoder import (
     MAX_HEAD_DIM,
     MAX_LAYERS,
@@ -272,11 +270,9 @@ def _read_ratios(text: Section, num_layers: int) -> list[int] | None:
         raise text.error(key, f"a list of {known}")
     more_key, num_more = _num_drafting_layers(text)
     if len(ratios) not in (num_layers, num_layers + num_more):
-        raise ModelFileError(
-            f'{text.source}: key "{text.name(key)}" has {len(ratios)} entries; expected '
-            f'{num_layers}, as "{text.name("num_hidden_layers")}" says, or {num_layers + num_more} '
-            f'with those of "{text.name(more_key)}"'
-        )
+        expected = f'{num_layers}, as "{text.name("num_hidden_layers")}" says, or '
+        expected += f'{num_layers + num_more} with those of "{text.name(more_key)}"'
+        raise text.wrong(key, f"has {len(ratios)} entries; expected {expected}")
     for ratio in ratios:
         if ratio not in _TYPE_OF_RATIO:
             raise NotImplementedError(

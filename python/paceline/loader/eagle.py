@@ -74,10 +74,8 @@ def translate_eagle(
     _check_biases(top, layer, facts)
     if facts.has_qk_norm != (model_type == "qwen3"):
         seen = "are in the weights" if facts.has_qk_norm else "are not in the weights"
-        raise ModelFileError(
-            f'{top.source}: key "{layer.name("model_type")}" is {model_type!r}, but '
-            f"{' and '.join(QK_NORM_SOURCES)} {seen}; expected 'qwen3' with them, 'llama' without"
-        )
+        found = f"is {model_type!r}, but {' and '.join(QK_NORM_SOURCES)} {seen}"
+        raise layer.wrong("model_type", f"{found}; expected 'qwen3' with them, 'llama' without")
 
     notes: list[str] = []
     keys: dict[str, Any] = {}
@@ -187,16 +185,12 @@ def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -
     rows = facts.draft_vocab_size
     stated = top.integer("draft_vocab_size", rows or target.vocab_size)
     if rows is None and stated != target.vocab_size:
-        raise ModelFileError(
-            f'{top.source}: key "{top.name("draft_vocab_size")}" is {stated}, but '
-            f"'lm_head.weight' is not in the weights, and the target's lm_head has "
-            f"{target.vocab_size} rows"
-        )
+        seen = f"is {stated}, but 'lm_head.weight' is not in the weights"
+        rows_of = f"the target's lm_head has {target.vocab_size} rows"
+        raise top.wrong("draft_vocab_size", f"{seen}, and {rows_of}")
     if rows is not None and stated != rows:
-        raise ModelFileError(
-            f'{top.source}: key "{top.name("draft_vocab_size")}" is {stated}, but '
-            f"'lm_head.weight' has {rows} rows; expected the same number"
-        )
+        seen = f"is {stated}, but 'lm_head.weight' has {rows} rows"
+        raise top.wrong("draft_vocab_size", f"{seen}; expected the same number")
     if facts.has_map and rows is None:
         raise ModelFileError(
             f"{top.source}: 'd2t' is in the weights, but 'lm_head.weight' is not; expected both or "

@@ -257,10 +257,8 @@ def read_gemma4_layer_types(text: Section, num_layers: int) -> tuple[str, ...]:
     if not text.has("layer_types"):
         return (*layer_types[:-1], FULL)
     if layer_types[-1] != FULL:
-        raise ModelFileError(
-            f'{text.source}: key "{text.name("layer_types")}" ends with {layer_types[-1]!r}; '
-            f"expected {FULL!r}, which the last layer of Gemma 4 always is"
-        )
+        expected = f"{FULL!r}, which the last layer of Gemma 4 always is"
+        raise text.wrong("layer_types", f"ends with {layer_types[-1]!r}; expected {expected}")
     return layer_types
 
 

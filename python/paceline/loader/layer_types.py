@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from paceline._core import ModelFileError
-
 from .messages import quote
 from .section import Section
 
@@ -89,8 +87,6 @@ def _of_each_layer(
     text: Section, key: str, names: Sequence[str], num_layers: int
 ) -> tuple[str, ...]:
     if len(names) != num_layers:
-        raise ModelFileError(
-            f'{text.source}: key "{text.name(key)}" has {len(names)} entries; expected '
-            f'{num_layers}, as "{text.name("num_hidden_layers")}" says'
-        )
+        expected = f'{num_layers}, as "{text.name("num_hidden_layers")}" says'
+        raise text.wrong(key, f"has {len(names)} entries; expected {expected}")
     return tuple(names)

@@ -154,9 +154,11 @@ class Section:
             seen = "null" if key in self.values else "missing"
         else:
             seen = show(self.values[key])
-        return ModelFileError(
-            f'{self.source}: key "{shorten(self.name(key))}" is {seen}{note}; expected {expected}'
-        )
+        return self.wrong(key, f"is {seen}{note}; expected {expected}")
+
+    def wrong(self, key: str, what: str) -> ModelFileError:
+        """The error about a key, of which the message says `what` is wrong."""
+        return ModelFileError(f'{self.source}: key "{shorten(self.name(key))}" {what}')
 
     def refusal(self, key: str, supported: str) -> NotImplementedError:
         """The error for a valid value that Paceline does not support."""
