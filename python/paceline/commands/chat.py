@@ -12,12 +12,7 @@ from paceline.checks import check_text, shorten
 from paceline.commands.colors import TokenColors, wants_color
 from paceline.commands.flag_names import with_flags
 from paceline.commands.flags import add_command
-from paceline.commands.options import (
-    choose_model,
-    download_arguments,
-    engine_arguments,
-    sampling_params,
-)
+from paceline.commands.options import model_arguments, sampling_params
 from paceline.commands.prompt_input import chat_prompt
 from paceline.commands.report import measured_rate
 from paceline.console import EXIT_OK, Terminated, check_output, emit, tell
@@ -46,16 +41,7 @@ def _run_chat(args: argparse.Namespace) -> int:
     if args.system is not None:
         check_text("--system", args.system)
     sampling_params(args)  # refuses before a model is loaded
-    model, speculative_config = choose_model(args)
-    with LLM(
-        model,
-        speculative_config=speculative_config,
-        show_progress=not args.quiet,
-        max_num_seqs=1,
-        max_logprobs=0,
-        **engine_arguments(args),
-        **download_arguments(args),
-    ) as llm:
+    with LLM(**model_arguments(args), max_num_seqs=1, max_logprobs=0) as llm:
         params = sampling_params(args, llm.get_default_sampling_params())
         _converse(llm, args, params)
     return EXIT_OK

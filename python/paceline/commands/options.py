@@ -92,6 +92,22 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the options of models and engine as arguments of `LLM`.
+
+    Raises:
+        ValueError: One of them is malformed, or options exclude each other.
+    """
+    model, speculative_config = choose_model(args)
+    return {
+        "model": model,
+        "speculative_config": speculative_config,
+        "show_progress": not args.quiet,
+        **engine_arguments(args),
+        **download_arguments(args),
+    }
+
+
 def download_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the options of models of the hub as keyword arguments of `LLM` and `find_folder`.
 

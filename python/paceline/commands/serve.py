@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline.background_log import BackgroundHandler, start_background_log
 from paceline.checks import check_finite, check_int, check_text, shorten
 from paceline.commands.flags import MAX_REPLICAS, add_command
-from paceline.commands.options import choose_model, download_arguments, engine_arguments
+from paceline.commands.options import model_arguments
 from paceline.commands.vllm_flags import words_of
 from paceline.console import EXIT_OK
 from paceline.limits import MAX_INT, MAX_NUM_SEQS
@@ -101,22 +101,13 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads the options of models and engine as arguments of `LLM`.
-
-    Raises:
-        ValueError: One of them is malformed, or options exclude each other.
-    """
-    model, speculative_config = choose_model(args)
+    """As `model_arguments`, with the options that only this command has."""
     return {
-        "model": model,
-        "speculative_config": speculative_config,
         "tokenizer": args.tokenizer,
-        "show_progress": not args.quiet,
         "load_format": args.load_format,
         "tensor_parallel_size": args.tensor_parallel_size,
         **given_options(args, "serve"),
-        **engine_arguments(args),
-        **download_arguments(args),
+        **model_arguments(args),
     }
 
 
