@@ -57,7 +57,8 @@ Args:
     count: How many rows of each part follow it, that one included.
 
 Returns:
-    A tensor of shape (groups, count, ...), without axes of size 1 after these.
+    A tensor of shape (groups, count, ...), without axes of size 1 after these, but with one of them
+    if there are no others.
 
 Raises:
     ValueError: There are no such rows.

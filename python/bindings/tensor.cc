@@ -163,6 +163,10 @@ PyTensor::PyTensor(const PyTensor& whole, int64_t groups, int64_t first, int64_t
     shape_.push_back(whole.shape_[axis]);
     strides_.push_back(whole.strides_[axis]);
   }
+  if (shape_.size() == 2 && whole.shape_.size() > 1) {  // one column is still a matrix
+    shape_.push_back(1);
+    strides_.push_back(1);
+  }
   if (data_ != nullptr) data_ += first * stride * element_bytes_;
 }
 

@@ -16,11 +16,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -28,6 +30,7 @@
 #include "model/weights/model_impl.h"
 #include "support/described_model.h"
 #include "support/errors.h"
+#include "support/recurrent_models.h"
 #include "support/safetensors_writer.h"
 
 namespace paceline {
@@ -347,6 +350,46 @@ TEST(ModelBuilder, RefusesMistakes) {
               }),
               HasSubstr("null data"));
   EXPECT_THROW(ModelBuilder(tiny_config(), DType::kFloat16), InvalidArgument);
+}
+
+// A decay that is no number makes every later state none, so it is refused in every dtype, also
+// where the tensor is read in pieces.
+TEST(ModelBuilder, RefusesDecaysThatAreNotFinite) {
+  const std::vector<int64_t> shape = {4};
+  for (const char* name : {"layers.1.attn.a_log", "layers.1.attn.dt_bias"}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      for (const auto& [value, shown] : std::vector<std::pair<float, const char*>>{
+               {std::numeric_limits<float>::quiet_NaN(), "nan"},
+               {std::numeric_limits<float>::infinity(), "inf"},
+               {-std::numeric_limits<float>::infinity(), "-inf"}}) {
+        SCOPED_TRACE(concat(name, " ", dtype_name(dtype), " ", shown));
+        ModelBuilder builder(testing::recurrent_json({}), DType::kFloat32);
+        std::string bytes = encode({0.5f, -2.0f, std::isnan(value) ? 1.0f : value, 1.0f}, dtype);
+        const auto size = static_cast<size_t>(dtype_bytes(dtype));
+        // All bits but the sign are NaN in every one of these dtypes; `encode` knows neither.
+        const uint16_t infinity = value > 0 ? 0x7c00 : 0xfc00;
+        if (std::isnan(value)) {
+          bytes.replace(2 * size, size, std::string(size - 1, '\xff') + '\x7f');
+        } else if (dtype == DType::kFloat16) {
+          std::memcpy(bytes.data() + 2 * size, &infinity, size);
+        }
+        const std::string expected = concat("'", name, "'[2] is ", shown,
+                                            "; allowed: finite numbers. The tensor is "
+                                            "damaged: download or convert it again");
+        EXPECT_EQ(
+            message_of<InvalidArgument>([&] { builder.put(name, dtype, shape, {}, bytes.data()); }),
+            expected);
+        EXPECT_EQ(message_of<InvalidArgument>([&] {
+                    builder.put(name, dtype, shape, [&](int64_t first, std::span<std::byte> to) {
+                      std::memcpy(to.data(), bytes.data() + first, to.size());
+                    });
+                  }),
+                  expected);
+        const std::string good = encode({0.5f, -2.0f, 3.0f, 1.0f}, dtype);
+        builder.put(name, dtype, shape, {}, good.data());
+      }
+    }
+  }
 }
 
 TEST(ModelBuilder, ListsWhatIsMissingAndEndsEmpty) {

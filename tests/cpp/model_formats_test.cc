@@ -100,6 +100,7 @@ TEST(ModelFormats, EveryWayOfPuttingGivesTheSameBytes) {
     ModelBuilder read(json, DType::kBFloat16);
     ModelBuilder strided(json, DType::kBFloat16);
     ModelBuilder sliced(json, DType::kBFloat16);
+    ModelBuilder grouped(json, DType::kBFloat16);
     for (const auto& [name, t] : tensors) {
       read.put(name, t.dtype, t.shape, [&](int64_t first, std::span<std::byte> to) {
         std::memcpy(to.data(), t.bytes.data() + first, to.size());
@@ -132,7 +133,21 @@ TEST(ModelFormats, EveryWayOfPuttingGivesTheSameBytes) {
                     static_cast<size_t>(inner) * size);
       }
       sliced.put(name, t.dtype, t.shape, sliced_strides, slices.data());
+      // fp8 matrices and their scales in two groups of rows, which lie apart.
+      const bool is_fp8 =
+          t.dtype == DType::kFloat8E4M3 || (name.ends_with(".scales") && t.dtype != DType::kUInt8);
+      if (!is_fp8 || t.shape.size() != 2 || t.shape[0] % 2 != 0) {
+        grouped.put(name, t.dtype, t.shape, {}, t.bytes.data());
+        continue;
+      }
+      const size_t half = t.bytes.size() / 2;
+      const std::string groups =
+          t.bytes.substr(0, half) + std::string(5 * size, '\xff') + t.bytes.substr(half);
+      grouped.put(name, t.dtype, std::vector<int64_t>{2, t.shape[0] / 2, t.shape[1]},
+                  std::vector<int64_t>{t.shape[0] / 2 * t.shape[1] + 5, t.shape[1], 1},
+                  groups.data());
     }
+    EXPECT_TRUE(model_weight_arena(*grouped.finish()) == want);
     EXPECT_TRUE(model_weight_arena(*sliced.finish()) == want);
     EXPECT_TRUE(model_weight_arena(*read.finish()) == want);
     EXPECT_TRUE(model_weight_arena(*strided.finish()) == want);

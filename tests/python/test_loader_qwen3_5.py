@@ -457,6 +457,28 @@ def test_ties_at_both_levels_must_agree() -> None:
     ],
 )
 def test_refused_tensors(edit: Any, parts: Any, copy_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+@pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (-math.inf, "-inf")])
+def test_a_decay_that_is_not_finite(
+    name: str, value: float, shown: str, copy_of: Callable[..., Path]
+) -> None:
+    source = f"{LAYER}linear_attn.{name}"
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors[source][3] = value
+
+    path = copy_of(TinySpec("qwen3_5"))
+    edit_tensors(path, spoil)
+    with raises(
+        ModelFileError,
+        f"{path / 'model.safetensors'}: tensor '{source}'[3] is {shown}; allowed: finite numbers",
+        "download or convert it again",
+    ):
+        load_checkpoint(path, progress=False)
+    with raises(ModelFileError, f"tensor '{source}'[3] is {shown}; allowed: finite numbers"):
+        LLM(path, device="cpu", show_progress=False)
+
+
     path = copy_of(TinySpec("qwen3_5", head_dim=32))
     edit_tensors(path, edit)
     with raises(ModelFileError, f"{path / 'model.safetensors'}: ", *parts):

@@ -43,7 +43,8 @@ constexpr std::string_view kTokenMap = "draft_to_target";
 // Whether a tensor of a matrix has its rows in groups, [groups, rows of each, columns].
 [[nodiscard]] bool has_grouped_rows(const NamedWeight& named, std::span<const int64_t> shape) {
   const std::span<const int64_t> dims = named.dims();
-  const bool is_matrix = named.kind == WeightKind::kNumbers || named.kind == WeightKind::kCodes;
+  const bool is_matrix = named.kind == WeightKind::kNumbers || named.kind == WeightKind::kCodes ||
+                         named.kind == WeightKind::kFp8Scales;
   return is_matrix && dims.size() == 2 && shape.size() == 3 && shape[0] > 0 &&
          dims[0] % shape[0] == 0 && dims[0] / shape[0] == shape[1] && dims[1] == shape[2];
 }
@@ -258,25 +259,32 @@ struct ModelBuilder::Impl {
   // Checks the values of a tensor that unfilled_weight has accepted.
   [[nodiscard]] CheckedValues checked_values(NamedWeight& named, const SourceTensor& source,
                                              DType dtype, Device device) const {
-    CheckedValues values;  // ids and fp8 scales are one matrix
+    CheckedValues values;  // ids are one matrix
     if (named.kind != WeightKind::kIds && named.kind != WeightKind::kMxfp4Scales &&
-        named.kind != WeightKind::kFp8Scales) {
+        named.kind != WeightKind::kFp8Scales && !named.needs_finite) {
       return values;
+    }
+    if (named.kind == WeightKind::kFp8Scales) {
+      values.scales.resize(static_cast<size_t>(named.arena_elements()));
     }
     for (int64_t i = 0; i < source.num_matrices; ++i) {
       std::vector<std::byte> bytes;
       SourceMatrix matrix = source.matrix;
+      const int64_t first = i * matrix.rows * matrix.cols;
       matrix.data += i * source.matrix_stride * dtype_bytes(dtype);
       if (device != Device::kCpu) matrix = download_matrix(matrix, dtype, bytes);
       if (named.kind == WeightKind::kIds) {
         values.ids = read_ids(named, matrix, dtype, model->config.vocab_size);
       } else if (named.kind == WeightKind::kMxfp4Scales) {
-        check_mxfp4_scales(named, i * matrix.rows * matrix.cols, matrix);
+        check_mxfp4_scales(named, first, matrix);
+      } else if (named.needs_finite) {
+        check_finite(named, first, matrix, dtype);
       } else {
-        values.scales = read_fp8_scales(named, matrix, dtype);
-        named.has_exact_scales = are_exact_scales(values.scales);
+        read_fp8_scales(named, first, matrix, dtype, values.scales);
       }
     }
+    named.has_exact_scales =
+        named.kind == WeightKind::kFp8Scales && are_exact_scales(values.scales);
     return values;
   }
 
@@ -301,7 +309,8 @@ struct ModelBuilder::Impl {
   // The same for a row-major tensor that is read in pieces.
   void read(NamedWeight& named, DType dtype, const ReadBytes& read_bytes) {
     const DeviceBuffer& arena = model->weights.arena;
-    if (named.kind == WeightKind::kIds || named.kind == WeightKind::kFp8Scales) {
+    if (named.kind == WeightKind::kIds || named.kind == WeightKind::kFp8Scales ||
+        named.needs_finite) {
       std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
       read_bytes(0, bytes);
       const SourceTensor source = source_tensor(named, named.dims(), /*strides=*/{}, bytes.data());

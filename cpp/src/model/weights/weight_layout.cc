@@ -251,7 +251,7 @@ void Carver::table(const std::byte*& table, const WeightPart& part, int64_t cols
 
 void Carver::floats(const float*& matrix, const WeightPart& part, int64_t cols) {
   matrix = reinterpret_cast<const float*>(open());
-  NamedWeight named = {.name = part.name};
+  NamedWeight named = {.name = part.name, .needs_finite = part.needs_finite};
   if (part.num_experts > 0) named.shape[named.rank++] = part.num_experts;
   named.shape[named.rank++] = part.rows;
   // One column is a vector.

@@ -58,6 +58,7 @@ struct NamedWeight {
   int64_t arena_rows = 0;           // kFp8Scales
   bool has_exact_scales = false;    // kFp8Scales, once filled (are_exact_scales)
   bool needs_exact_scales = false;  // kFp8Scales
+  bool needs_finite = false;        // kNumbers: WeightPart::needs_finite
 
   [[nodiscard]] int64_t elements() const {
     int64_t count = 1;

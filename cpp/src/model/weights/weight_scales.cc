@@ -26,6 +26,29 @@ namespace {
   return text + "]";
 }
 
+// Calls f(index, number) for the elements of a matrix of numbers, row by row; the first one has the
+// index `first`.
+template <class Function>
+void for_each_number(int64_t first, const SourceMatrix& source, DType dtype, const Function& f) {
+  for (int64_t index = 0; index < source.rows * source.cols; ++index) {
+    const int64_t offset =
+        index / source.cols * source.row_stride + index % source.cols * source.col_stride;
+    const std::byte* const from = source.data + offset * dtype_bytes(dtype);
+    float number = 0;
+    uint16_t bits = 0;
+    if (dtype == DType::kFloat32) {
+      std::memcpy(&number, from, sizeof(number));
+    } else if (dtype == DType::kUInt8) {  // e8m0, where 255 is NaN
+      number = e8m0_to_float(static_cast<uint8_t>(*from));
+    } else {
+      PACELINE_CHECK(dtype == DType::kBFloat16 || dtype == DType::kFloat16, dtype_name(dtype));
+      std::memcpy(&bits, from, sizeof(bits));
+      number = dtype == DType::kBFloat16 ? bf16_to_float(bits) : fp16_to_float(bits);
+    }
+    f(first + index, number);
+  }
+}
+
 constexpr std::byte kNanScale{0xff};
 
 [[noreturn]] void refuse_mxfp4_scale(const NamedWeight& named, int64_t index) {
@@ -34,6 +57,17 @@ constexpr std::byte kNanScale{0xff};
 }
 
 }  // namespace
+
+void check_finite(const NamedWeight& named, int64_t first, const SourceMatrix& source,
+                  DType dtype) {
+  for_each_number(first, source, dtype, [&](int64_t index, float number) {
+    if (std::isfinite(number)) return;
+    throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ",
+                                 number,
+                                 "; allowed: finite numbers. The tensor is damaged: "
+                                 "download or convert it again"));
+  });
+}
 
 void check_mxfp4_scales(const NamedWeight& named, int64_t first,
                         std::span<const std::byte> scales) {
@@ -63,25 +97,10 @@ void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMat
   }
 }
 
-std::vector<float> read_fp8_scales(const NamedWeight& named, const SourceMatrix& source,
-                                   DType dtype) {
+void read_fp8_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source,
+                     DType dtype, std::span<float> scales) {
   const int64_t width = named.scale_cols();
-  std::vector<float> scales(static_cast<size_t>(named.arena_elements()));
-  for (int64_t index = 0; index < source.rows * source.cols; ++index) {
-    const int64_t offset =
-        index / source.cols * source.row_stride + index % source.cols * source.col_stride;
-    const std::byte* const from = source.data + offset * dtype_bytes(dtype);
-    float scale = 0;
-    if (dtype == DType::kFloat32) {
-      std::memcpy(&scale, from, sizeof(scale));
-    } else if (dtype == DType::kUInt8) {  // e8m0, where 255 is NaN
-      scale = e8m0_to_float(static_cast<uint8_t>(*from));
-    } else {
-      PACELINE_CHECK(dtype == DType::kBFloat16, dtype_name(dtype));
-      uint16_t bits = 0;
-      std::memcpy(&bits, from, sizeof(bits));
-      scale = bf16_to_float(bits);
-    }
+  for_each_number(first, source, dtype, [&](int64_t index, float scale) {
     if (!std::isfinite(scale)) {
       throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ",
                                    scale, "; allowed: finite scales"));
@@ -95,8 +114,7 @@ std::vector<float> read_fp8_scales(const NamedWeight& named, const SourceMatrix&
     for (int64_t row = first_row; row < last_row; ++row) {
       scales[static_cast<size_t>(row * width + index % width)] = scale;
     }
-  }
-  return scales;
+  });
 }
 
 bool are_exact_scales(std::span<const float> scales) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The scales of weights: which values are allowed, and which make products exact.
+// The values of weights that are checked: numbers that must be finite; scales, which values of them
+// are allowed, and which make products exact.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,15 +16,20 @@
 
 namespace paceline {
 
-// Throws InvalidArgument, which names the tensor and the index, when a scale is NaN. `first`: the
-// element of the tensor that the first of `scales` is.
+// All of these throw InvalidArgument, which names the tensor and the index. `source` is in host
+// memory, and its first value is element `first` of the tensor.
+
+// Refuses numbers that are NaN or infinite.
+void check_finite(const NamedWeight& named, int64_t first, const SourceMatrix& source, DType dtype);
+
+// Refuses scales that are NaN.
 void check_mxfp4_scales(const NamedWeight& named, int64_t first, std::span<const std::byte> scales);
 void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source);
 
-// The scales of a tensor in host memory as they lie in the arena, [arena_rows, scale_cols]. Throws
-// InvalidArgument, which names the tensor and the index, when a scale is NaN or infinite.
-[[nodiscard]] std::vector<float> read_fp8_scales(const NamedWeight& named,
-                                                 const SourceMatrix& source, DType dtype);
+// Writes scales to where they lie in the arena, [arena_rows, scale_cols]. Refuses those that are
+// NaN or infinite.
+void read_fp8_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source,
+                     DType dtype, std::span<float> scales);
 
 // Whether every scale is a power of two whose product with any element but zero is a normal
 // bfloat16.

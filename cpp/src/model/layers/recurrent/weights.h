@@ -44,8 +44,10 @@ void visit_kind_weights(const RecurrentAttention& attention, const WeightSizes& 
     layer.linear(weights.ba, "attn.ba", ba, sizes.inputs, ShardAxis::kRows, /*format=*/{});
   }
   layer.visit.floats(weights.conv, {name + "conv", shape.num_channels()}, shape.num_taps);
-  layer.visit.floats(weights.a_log, {name + "a_log", heads}, 1);
-  layer.visit.floats(weights.dt_bias, {name + "dt_bias", heads}, 1);
+  layer.visit.floats(weights.a_log, {.name = name + "a_log", .rows = heads, .needs_finite = true},
+                     1);
+  layer.visit.floats(weights.dt_bias,
+                     {.name = name + "dt_bias", .rows = heads, .needs_finite = true}, 1);
   layer.visit.floats(weights.norm, {name + "norm", shape.value_dim}, 1);
   layer.linear(weights.o, "attn.o", {{name + "o", sizes.hidden}}, attention.output_width(),
                ShardAxis::kColumns, attention.o);
