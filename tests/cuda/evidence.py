@@ -144,6 +144,11 @@ BENCHES = {
         "gemma4-26b-a4b",
         *speculative("gemma4_mtp", "gemma4-26b-a4b-assistant", 2.19),
     ],
+    "qwen3-8b-dflash2": [
+        "--config",
+        "qwen3-8b",
+        *speculative("dflash2", "qwen3-8b-dflash2", 2.34),
+    ],
     # As many layers as one GPU holds beside the KV; contexts that cross both compression ratios.
     "deepseek-v4-flash": [
         "--config",
