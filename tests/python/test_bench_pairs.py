@@ -15,10 +15,11 @@ from matplotlib.figure import Figure
 
 import eagle_models
 import tiny_models
-from paceline import LLM, SamplingParams, _core, cli
+from paceline import LLM, SamplingParams, _core, cli, loader
 from paceline.bench import models
 from paceline.bench.pairs import command, known, options
 from paceline.demo import demo_paths
+from paceline.loader.drafters import Target
 
 pytestmark = pytest.mark.usefixtures("quick_machine")
 
@@ -276,6 +277,34 @@ def test_known_pairs() -> None:
     assert set(known._PUBLISHED) < set(known.PAIRS)
 
 
+@pytest.mark.parametrize("name", known.PAIRS)
+def test_the_drafter_of_a_pair_fits_its_target(name: str) -> None:
+    pair = known.PAIRS[name]
+    described = loader.decoder_config(models.named_config(pair.target), "bfloat16", pair.target)
+    if pair.method == "draft_model":
+        draft = loader.decoder_config(models.named_config(pair.drafter), "bfloat16", pair.drafter)
+        assert draft["vocab_size"] <= described["vocab_size"]
+        return
+    architecture = models.named_config(pair.target)["architectures"][0]
+    target = Target(Path(pair.target), architecture, described, "bfloat16")
+    top = models.named_config(pair.drafter)
+    draft = loader.drafter_config(top, target, method=pair.method, source=pair.drafter)
+    assert draft["drafter"]["kind"] == pair.method
+
+
+def test_every_model_with_a_drafter_of_its_own_has_a_pair() -> None:
+    """Of the shapes whose drafter ships, those that need more than one GPU have none."""
+    targets = {pair.target for pair in known.PAIRS.values()}
+    for name in models.config_names():
+        if name.endswith("-fp8") or name.startswith("deepseek"):
+            continue
+        config = models.named_config(name)
+        text = config.get("text_config", config)
+        has_layer = text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers")
+        if has_layer:
+            assert name in targets, name
+
+
 @pytest.mark.parametrize(
     ("name", "temperature", "c", "length", "source"),
     [
@@ -286,6 +315,7 @@ def test_known_pairs() -> None:
         ("qwen3-8b+eagle3", 0.3, 63, 2.28, "published for T=1, c=16"),
         ("qwen3-8b+eagle3", 0, 1000, 2.31, "published for T=0, c=64"),
         ("gemma3-27b+270m", 0, 16, 2.3, "assumed"),
+        ("qwen3.8-27b+mtp", 1, 64, 2.3, "assumed"),
         ("mine", 1, 1, 2.3, "assumed"),
     ],
 )

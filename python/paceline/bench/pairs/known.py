@@ -72,6 +72,10 @@ PAIRS: Final = {
         Pair(
             "gemma4-26b-a4b+assistant", "gemma4-26b-a4b", "gemma4-26b-a4b-assistant", "gemma4_mtp"
         ),
+        Pair("qwen3.5-9b+mtp", "qwen3.5-9b", "qwen3.5-9b", "mtp"),
+        Pair("qwen3.8-27b+mtp", "qwen3.8-27b", "qwen3.8-27b", "mtp"),
+        Pair("qwen3.6-35b-a3b+mtp", "qwen3.6-35b-a3b", "qwen3.6-35b-a3b", "mtp"),
+        Pair("qwen3-8b+dflash2", "qwen3-8b", "qwen3-8b-dflash2", "dflash2"),
     )
 }
 
