@@ -35,7 +35,7 @@ TEST(EngineCompressed, DraftsChangeNothing) {
 }
 
 TEST(EngineCompressed, SpeculativeEqualsPlain) {
-  testing::expect_pairs_equal_plain(640 << 10, [](std::mt19937_64& random, uint64_t seed) {
+  testing::expect_pairs_equal_plain({.small_pool_bytes = 640 << 10}, [](std::mt19937_64& random, uint64_t seed) {
     CompressedModel shape;
     shape.ratios =
         random() % 2 == 0 ? std::vector<int32_t>{0, 4, 16} : std::vector<int32_t>{4, 128};

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/executor.h>
@@ -31,23 +32,35 @@ ExecutorOptions options_of(int32_t k) {
 }
 
 TEST(EngineRecurrent, SelfDraftAcceptsEverything) {
-  testing::expect_self_draft_accepts_everything(recurrent_model({}, 7), {1, 3, 16}, 60, 60,
-                                                options_of);
+  for (const char* layers : {"rrf", "rrg"}) {
+    testing::expect_self_draft_accepts_everything(recurrent_model({.layers = layers}, 7),
+                                                  {1, 3, 16}, 60, 60, options_of);
+  }
 }
 
 // Drafters of both kinds, also one that is recurrent throughout.
 TEST(EngineRecurrent, DraftsChangeNothing) {
-  const auto target = recurrent_model({}, 3);
-  testing::expect_drafts_change_nothing(
-      target, {recurrent_model({.layers = "r"}, 4), recurrent_model({.layers = "f"}, 5), target},
-      {1, 3, 8, 16}, 60, 60, options_of);
+  for (const char* layers : {"rrf", "rrg"}) {
+    const auto target = recurrent_model({.layers = layers}, 3);
+    testing::expect_drafts_change_nothing(
+        target, {recurrent_model({.layers = "r"}, 4), recurrent_model({.layers = "g"}, 5), target},
+        {1, 3, 8, 16}, 60, 60, options_of);
+  }
 }
 
+// Few of these pools are tight; the next test counts preemptions.
 TEST(EngineRecurrent, SpeculativeEqualsPlain) {
-  testing::expect_pairs_equal_plain(1408 << 10, [](std::mt19937_64& random, uint64_t seed) {
+  const testing::PairSizes sizes = {.small_pool_bytes = 1408 << 10,
+                                    .num_pairs = 24,
+                                    .longest_prompt = 30,
+                                    .most_tokens = 100,
+                                    .max_num_seqs = 15,
+                                    .min_preemptions = 3};
+  testing::expect_pairs_equal_plain(sizes, [](std::mt19937_64& random, uint64_t seed) {
     const testing::Pick pick{random};
     const RecurrentModel shape{
-        .layers = pick(std::string("rrf"), std::string("fr"), std::string("r")),
+        .layers = pick(std::string("rrf"), std::string("rrg"), std::string("gr"), std::string("fr"),
+                       std::string("r")),
         .conv_size = pick(2, 4)};
     const auto target = recurrent_model(shape, seed);
     const auto drafter = seed % 3 == 0   ? target
@@ -57,21 +70,64 @@ TEST(EngineRecurrent, SpeculativeEqualsPlain) {
   });
 }
 
+// One engine whose pool has room for a few of its sixteen sequences, until it has preempted a
+// thousand times. How often it does depends on times, so rounds follow each other until the count
+// is reached: about twelve, of the most that are allowed.
+TEST(EngineRecurrent, AThousandPreemptionsChangeNothing) {
+  const uint64_t seed = testing::seed_from_env(1);
+  SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+  constexpr int64_t kPreemptions = 1000;
+  constexpr int32_t kMostRounds = 250;
+  const auto target = recurrent_model({.layers = "rrg"}, 3);
+  Executor plain(target, nullptr, options_of(0));
+  ExecutorOptions options = options_of(3);
+  options.max_num_seqs = 16;
+  options.kv_cache_bytes = 1024 << 10;
+  options.poison_freed_blocks = true;
+  options.device_lateness = 1;
+  Executor speculative(target, recurrent_model({.layers = "rf"}, 4), options);
+  testing::Tally tally;
+  std::mt19937_64 random(seed);
+  int32_t round = 0;
+  for (; round < kMostRounds && speculative.stats().num_preemptions < kPreemptions; ++round) {
+    // Short prompts with long outputs, so that many begin and few can go on.
+    std::vector<testing::Job> jobs = testing::random_jobs(random, 24, 64, round % 2 * 0.8, 12, 1);
+    for (testing::Job& job : jobs) {
+      job.sampling.stop_token_ids.clear();
+      job.sampling.max_tokens = static_cast<int32_t>(80 + random() % 40);
+    }
+    const std::vector<testing::Outcome> expected = testing::run(plain, jobs);
+    const std::vector<testing::Outcome> actual = testing::run(speculative, jobs);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "round " << round << ", job " << i;
+      ASSERT_EQ(actual[i].reason, expected[i].reason) << "round " << round << ", job " << i;
+    }
+    tally.add(speculative, actual);
+  }
+  EXPECT_GE(speculative.stats().num_preemptions, kPreemptions) << "after " << round << " rounds";
+  EXPECT_EQ(speculative.check_integrity(), "");
+  tally.expect_both_verdicts();
+}
+
 // The samples of a request share its states and copy its open records. Prompts end everywhere in a
-// block.
+// block, so the first window of a fork, of which drafts are accepted and rejected, meets the end of
+// a block at each of its rows.
 TEST(EngineRecurrent, SamplesAreThoseOfSeparateRequests) {
-  const auto target = recurrent_model({}, 3);
+  const auto target = recurrent_model({.layers = "rrg"}, 3);
   const auto drafter = recurrent_model({.layers = "rf"}, 4);
-  for (const int32_t block_size : {3, 16}) {
+  for (const auto& [k, block_size] : {std::pair{3, 3}, {3, 16}, {8, 16}}) {
+    SCOPED_TRACE("k " + std::to_string(k) + ", block_size " + std::to_string(block_size));
+    testing::Tally tally;
     for (int32_t length = 60; length < 77; ++length) {
       SCOPED_TRACE("length " + std::to_string(length));
-      ExecutorOptions options = options_of(3);
+      ExecutorOptions options = options_of(k);
       options.block_size = block_size;
       options.poison_freed_blocks = true;
       options.enable_prefix_caching = false;
       Executor executor(target, drafter, options);
-      EXPECT_EQ(testing::expect_samples_equal_requests(executor, length), 2 * (length - 1));
+      EXPECT_EQ(testing::expect_samples_equal_requests(executor, length, &tally), 2 * (length - 1));
     }
+    tally.expect_both_verdicts();
   }
 }
 

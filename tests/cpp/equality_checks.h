@@ -78,29 +78,43 @@ struct TargetAndDrafter {
   std::shared_ptr<const Model> drafter;
 };
 
-// The same for 16 random pairs of models with prompts of up to 140 tokens, many of them in pools
-// that are too small for all sequences.
+// Pools of `small_pool_bytes` are too small for all sequences.
+struct PairSizes {
+  int64_t small_pool_bytes;
+  int32_t num_pairs = 16;
+  int32_t longest_prompt = 140;
+  int32_t most_tokens = 60;  // of an output
+  int32_t max_num_seqs = 0;  // 0: that of the options
+  int64_t min_preemptions = 10;
+};
+
+// The same for random pairs of models, many of them in small pools.
 inline void expect_pairs_equal_plain(
-    int64_t small_pool_bytes,
+    const PairSizes& sizes,
     const std::function<TargetAndDrafter(std::mt19937_64&, uint64_t)>& models_of_seed) {
   const uint64_t first_seed = seed_from_env(1);
   Tally tally;
-  for (uint64_t seed = first_seed; seed < first_seed + 16; ++seed) {
+  for (uint64_t seed = first_seed; seed < first_seed + static_cast<uint64_t>(sizes.num_pairs); ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     const Pick pick{random};
     const TargetAndDrafter models = models_of_seed(random, seed);
     const double temperature = pick(0.0, 0.7, 1.0);
-    std::vector<Job> jobs = random_jobs(random, pick(1, 16, 40), 64, temperature, 140, 60);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 16, 40), 64, temperature,
+                                        sizes.longest_prompt, sizes.most_tokens);
     if (random() % 2 == 0) mix_sampling(jobs, random, 64);
     expect_equals_plain({.target = models.target,
                          .drafter = models.drafter,
                          .jobs = jobs,
                          .temperature = temperature,
-                         .small_pool_bytes = small_pool_bytes},
+                         .small_pool_bytes = sizes.small_pool_bytes,
+                         .choose =
+                             [&sizes](ExecutorOptions& o) {
+                               if (sizes.max_num_seqs > 0) o.max_num_seqs = sizes.max_num_seqs;
+                             }},
                         random, seed, tally);
   }
-  tally.expect_all(10);
+  tally.expect_all(sizes.min_preemptions);
 }
 
 }  // namespace paceline::testing

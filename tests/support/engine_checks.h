@@ -109,7 +109,8 @@ inline void expect_a_thousand_iterations(const std::shared_ptr<const Model>& tar
 
 // Three samples of a prompt equal three requests. Returns how many tokens of the prompt they
 // shared.
-inline int64_t expect_samples_equal_requests(Executor& executor, int32_t prompt_len) {
+inline int64_t expect_samples_equal_requests(Executor& executor, int32_t prompt_len,
+                                             Tally* tally = nullptr) {
   std::mt19937_64 random(static_cast<uint64_t>(prompt_len));
   SampledJob job{.num_samples = 3};
   for (int32_t i = 0; i < prompt_len; ++i) {
@@ -123,6 +124,7 @@ inline int64_t expect_samples_equal_requests(Executor& executor, int32_t prompt_
     EXPECT_EQ(actual[i].tokens, expected[i].tokens) << "sample " << i;
   }
   EXPECT_EQ(executor.check_integrity(), "");
+  if (tally != nullptr) tally->add(executor, actual);
   return executor.stats().num_shared_tokens - shared_before;
 }
 

@@ -17,7 +17,8 @@
 namespace paceline::testing {
 
 struct RecurrentModel {
-  // By layer: 'r' recurrent, 'f' full attention.
+  // By layer: 'r' recurrent, 'f' full attention, 'g' full attention as the published models have
+  // it: with an output gate, of heads whose first quarter is rotated.
   std::string layers = "rrf";
   int32_t hidden = 64;
   int32_t num_key_heads = 2;
@@ -37,7 +38,11 @@ inline std::string recurrent_json(const RecurrentModel& m) {
       << R"(,"norm_eps":1e-6,"norm_weight_offset":1,"embed_scale":1,"logit_soft_cap":0)"
       << R"(,"ties_lm_head":false,"has_post_norms":false,"ropes":[{"scale":1,"inv_freq":[)";
   for (int i = 0; i < 8; ++i) out << (i > 0 ? "," : "") << std::pow(1e4, -i / 8.0);
-  out << R"(]}],"layers":[)";
+  out << "]}";
+  if (m.layers.find('g') != std::string::npos) {
+    out << R"(,{"scale":1,"inv_freq":[1,)" << std::pow(1e4, -0.5) << "]}";
+  }
+  out << R"(],"layers":[)";
   for (size_t layer = 0; layer < m.layers.size(); ++layer) {
     out << (layer > 0 ? "," : "") << R"({"attention":)";
     if (m.layers[layer] == 'r') {
@@ -46,9 +51,11 @@ inline std::string recurrent_json(const RecurrentModel& m) {
           << m.key_head_dim << R"(,"value_head_dim":)" << m.value_head_dim << R"(,"conv_size":)"
           << m.conv_size << R"(,"norm_eps":1e-6})";
     } else {
+      const bool is_gated = m.layers[layer] == 'g';
       out << R"({"kind":"full","window":0,"num_qo_heads":4,"num_kv_heads":2,"head_dim":16)"
-          << R"(,"scale":0.25,"soft_cap":0,"rope":0,"has_qk_norm":true,"has_qkv_bias":false)"
-          << R"(,"has_o_bias":false})";
+          << R"(,"scale":0.25,"soft_cap":0,"rope":)" << (is_gated ? 1 : 0)
+          << R"(,"has_qk_norm":true,"has_qkv_bias":false,"has_o_bias":false)"
+          << (is_gated ? R"(,"rope_head_dim":4,"has_output_gate":true})" : "}");
     }
     out << R"(,"mlp":{"intermediate":96,"activation":"silu","has_bias":false}})";
   }
@@ -57,7 +64,8 @@ inline std::string recurrent_json(const RecurrentModel& m) {
 }
 
 // Matrices as dummies have them, but those of recurrent layers large enough that a state holds much
-// of what it has read, for tens of tokens.
+// of what it has read, for tens of tokens, and those of output gates large enough to open and
+// close.
 inline std::shared_ptr<const Model> recurrent_model(const RecurrentModel& m, uint64_t seed,
                                                     DType dtype = DType::kFloat32,
                                                     Device device = Device::kCpu) {
@@ -73,8 +81,9 @@ inline std::shared_ptr<const Model> recurrent_model(const RecurrentModel& m, uin
   const int64_t keys = int64_t{m.num_key_heads} * m.key_head_dim;
   const int64_t values = int64_t{m.num_value_heads} * m.value_head_dim;
   for (size_t layer = 0; layer < m.layers.size(); ++layer) {
-    if (m.layers[layer] != 'r') continue;
     const std::string name = "layers." + std::to_string(layer) + ".attn.";
+    if (m.layers[layer] == 'g') put(name + "gate.weight", {64, m.hidden}, 0, 0.3f);
+    if (m.layers[layer] != 'r') continue;
     for (const auto& [part, rows] :
          std::vector<std::pair<const char*, int64_t>>{{"q", keys},
                                                       {"k", keys},
