@@ -34,6 +34,7 @@ from tiny_models import (
     edit_tensors,
     load_tensors,
     make,
+    plain_copy,
     read_json,
     reference_logits,
     save_tensors,
@@ -182,6 +183,50 @@ def test_defaults_of_a_short_configuration(tmp_path: Path) -> None:
     edit_config(path, layer_types=..., full_attention_interval=4, rope_parameters=rope)
     prompt = prompt_of(DENSE)
     np.testing.assert_array_equal(logits_of(path, prompt), logits_of(make(DENSE), prompt))
+
+
+# ---- matrices with scales ----------------------------------------------------------------------
+
+# Parts of stored matrices begin at multiples of 128 rows, and the last block of a matrix is cut.
+FP8 = replace(DENSE, seed=15, hidden_size=160, intermediate_size=224, head_dim=128)
+FP8_DELTA = TinyDelta(key_dim=64, value_dim=32, expert_size=160, shared_size=96)
+FP8_SPECS = [
+    replace(spec, quantization=method, exact_scales=is_exact)
+    for spec in (
+        replace(FP8, delta=FP8_DELTA),
+        replace(FP8, family="qwen3_5_moe", delta=FP8_DELTA),
+        # A shared expert as wide as the others.
+        replace(FP8, family="qwen3_5_moe", delta=replace(FP8_DELTA, shared_size=160)),
+        # The rows of each key head: 128 of q and of k, 2 x 64 of v and of z.
+        replace(
+            FP8,
+            family="qwen3_next",
+            delta=replace(FP8_DELTA, key_dim=128, value_heads=4, value_dim=64),
+        ),
+    )
+    for method in ("fp8_block", "fp8_row", "fp8_tensor")
+    for is_exact in (False, True)
+]
+
+
+@pytest.mark.parametrize("spec", FP8_SPECS, ids=describe)
+def test_fp8_equals_dequantised_values(spec: TinySpec) -> None:
+    path, prompt = make(spec), prompt_of(spec, ROWS)
+    seen = logits_of(path, prompt)
+    assert_close(seen, reference_logits(path, prompt))
+    # Multiplication by exact scales rounds nothing; experts with blocks sum block by block.
+    if spec.exact_scales and (spec.family == "qwen3_5" or spec.quantization != "fp8_block"):
+        plain = logits_of(plain_copy(path), prompt)
+        np.testing.assert_array_equal(seen, plain)
+
+
+@pytest.mark.parametrize("spec", FP8_SPECS[::6], ids=describe)
+def test_every_way_to_a_position_gives_its_bits_in_fp8(spec: TinySpec) -> None:
+    path, prompt = make(spec), prompt_of(spec, ROWS)
+    whole = logits_of(path, prompt)
+    for chunk in (1, 50):
+        seen = logits_of(path, prompt, prefill_chunk_size=chunk)
+        np.testing.assert_array_equal(seen, whole)
 
 
 # ---- one wrong fact at a time ------------------------------------------------------------------

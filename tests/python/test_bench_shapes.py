@@ -17,7 +17,7 @@ from paceline.cli import main
 from paceline.loader import decoder_config, drafter_config, families, open_checkpoint
 from paceline.loader.drafters import Target
 from paceline.loader.hf_config import parse_hf_config
-from tiny_models import TinySpec, describe, make
+from tiny_models import TinyDelta, TinySpec, describe, make
 
 STORED_BYTES = {"BF16": 2, "U8": 1, "F8_E4M3": 1, "F32": 4}
 
@@ -113,6 +113,13 @@ def test_what_a_token_of_gpt_oss_reads(
         # q, k and v begin within blocks of 128 rows, so memory holds more scales than the file.
         TinySpec("llama", seed=32, hidden_size=192, heads=6, head_dim=32, quantization="fp8_block"),
         TinySpec("qwen3", seed=32, quantization="fp8_row"),
+        TinySpec(
+            "qwen3_5",
+            seed=32,
+            head_dim=128,
+            quantization="fp8_block",
+            delta=TinyDelta(key_dim=64, value_dim=32),
+        ),
     ],
     ids=describe,
 )

@@ -91,7 +91,7 @@ def logits_of(
         device="cpu",
         dtype=dtype,
         max_num_seqs=2,
-        kv_cache_bytes=8 << 20,
+        kv_cache_bytes=24 << 20,
         prefill_chunk_size=prefill_chunk_size,
         show_progress=False,
     ) as llm:

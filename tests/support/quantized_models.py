@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +26,13 @@ MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
 
 _LINEAR = re.compile(
-    r"(.*\.layers|layers)\.\d+\.(self_attn|mlp|mlp\.experts\.\d+)\.\w+_proj\.weight"
+    r"(.*\.layers|layers)\.\d+\."
+    r"((self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_expert)\.\w+_proj"
+    r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj))\.weight"
+)
+# Modules of Qwen3.5 and Qwen3-Next that files with scales leave out.
+_PLAIN = re.compile(
+    r".*\.(linear_attn\.(conv1d|in_proj_a|in_proj_b|in_proj_ba)|mlp\.gate|mlp\.shared_expert_gate)"
 )
 _EXPERTS = re.compile(r".*mlp\.experts\.\w+_proj")
 
@@ -59,8 +65,24 @@ def quantize(
     return quantized
 
 
-def quantization_config(method: str) -> dict[str, Any]:
-    """The value of "quantization_config", as in published files."""
+def quantization_config(method: str, tensors: Iterable[str] = ()) -> dict[str, Any]:
+    """The value of "quantization_config", as in published files.
+
+    Args:
+        method: One of `METHODS`.
+        tensors: Names of the tensors of Qwen3.5 or Qwen3-Next, whose files list every module that
+            has no scales; those of other families name none.
+    """
+    if tensors:
+        modules = (name.removesuffix(".weight") for name in tensors)
+        plain = [module for module in modules if _PLAIN.fullmatch(module)]
+        config = quantization_config(method)
+        if method == "fp8_block":
+            named = ["lm_head", "model.embed_tokens", *plain, "mtp.fc"]
+            gate = ["mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"]
+            return config | {"modules_to_not_convert": named + gate}
+        patterns = ("lm_head", "mlp.gate$", "shared_expert_gate$", "linear_attn.in_proj_[ab]a?$")
+        return config | {"ignore": [*(f"re:.*{one}" for one in patterns), "mtp.fc"]}
     if method == "mxfp4":
         return {
             "modules_to_not_convert": [

@@ -82,24 +82,32 @@ def write(spec: TinySpec, directory: Path) -> None:
         _file_name(name, spec.prefix): tensor.to(
             torch.float32 if name.endswith(_FLOATS) else dtype
         ).contiguous()
-        for name, tensor in split_experts(model.state_dict()).items()
+        for name, tensor in split_experts(
+            model.state_dict(), is_joined=spec.family in QWEN3_5 and spec.quantization is None
+        ).items()
         if not (name == "lm_head.weight" and is_tied(spec))
     }
     config = _config_json(model, spec)
     if spec.quantization is not None:
         tensors = quantize(tensors, spec.quantization, exact_scales=spec.exact_scales)
-        config["quantization_config"] = quantization_config(spec.quantization)
+        names = tensors if spec.family in QWEN3_5 else ()
+        config["quantization_config"] = quantization_config(spec.quantization, names)
     save_tensors(directory, tensors, spec.shards)
     write_json(directory / "config.json", config)
     if spec.tokenizer_size:
         write_tokenizer(directory / "tokenizer.json", spec.tokenizer_size)
 
 
-def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of each expert apart where files have them so, unlike models in memory."""
+def split_experts(
+    tensors: Mapping[str, torch.Tensor], *, is_joined: bool = False
+) -> dict[str, torch.Tensor]:
+    """The tensors of each expert apart where files have them so, unlike models in memory.
+
+    Args:
+        tensors: Of a model in memory.
+        is_joined: Files have them as the model has, such as those of Qwen3.5 without scales.
+    """
     split: dict[str, torch.Tensor] = {}
-    # Published files of Qwen3.5 have them joined.
-    is_joined = any(".shared_expert_gate." in name for name in tensors)
     is_split = not is_joined and any(name.endswith(_ROUTER) for name in tensors)
     for name, tensor in tensors.items():
         if not (is_split and ".experts." in name):

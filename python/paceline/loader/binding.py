@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -17,6 +18,7 @@ from .tensor_source import TensorSource, Weights
 if TYPE_CHECKING:
     from paceline import _core
 
+_EXPERT: Final = re.compile(r"(\.experts\.)\d+\.\w+\.weight$")
 # The cure, in messages, for a drafter that was given as the target.
 CURE: Final = ": name it in speculative_config['model'], or after --draft of `paceline convert`"
 
@@ -162,6 +164,11 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
         hint = '; for its "_blocks" the configuration needs a "quantization_config" (mxfp4)'
     elif missing[0].removesuffix("_blocks") in weights.owners:
         hint = '; without "_blocks" the configuration may have no "quantization_config"'
+    elif (joined := _EXPERT.sub(r"\1gate_up_proj", missing[0])) in weights.owners:
+        hint = (
+            f"; its experts are joined in {quote(joined)}, but experts with scales have tensors of "
+            "their own"
+        )
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))
         hint = f"; there are {name_some(weights.owners)}; allowed prefixes: {prefixes}"

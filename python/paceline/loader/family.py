@@ -40,6 +40,15 @@ class RowPart:
         """The rows of the tensor."""
         return self.groups * self.each
 
+    def over(self, size: int) -> RowPart:
+        """The same of a tensor that has one row for each `size` rows of this one's.
+
+        With several groups, `size` divides all numbers of the part; else where the part begins.
+        """
+        return RowPart(
+            self.groups, -(-self.each // size), self.first // size, -(-self.count // size)
+        )
+
     def cut(self, chunks: Iterable[bytes], nbytes: int) -> Iterator[bytes]:
         """The bytes of the part.
 

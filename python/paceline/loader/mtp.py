@@ -26,6 +26,8 @@ from .drafters import MTP, Target, describe_drafter, made_for_another
 from .families import ARCHITECTURES, translate
 from .family import Family, TensorSpec
 from .hf_config import HfConfig, parse_hf_config
+from .quantization import input_scales
+from .qwen3_5_formats import PLAIN
 from .section import Section
 from .tensor_source import TensorSource, WeightMap, Weights
 
@@ -39,6 +41,7 @@ MTP_ARCHITECTURES: Final = (
 _V4_LAYER: Final = "mtp."
 # In files of Qwen3.5 and Qwen3-Next, without any prefix.
 _QWEN_PART: Final = "mtp."
+_SCALES: Final = (".weight_scale", ".weight_scale_inv")
 
 
 def check_has_mtp(top: Section) -> HfConfig:
@@ -205,12 +208,18 @@ def _translate_qwen3_5(
             stated = f', which key "{hf.text.name(key)}" of {hf.source} counts'
             raise _missing_layer(where, _QWEN_PART, stated if hf.text.has(key) else "")
     shape = qwen3_5.read_shape(hf)
+    formats = PLAIN
+    # Files of some tools have a plain layer that their rule says nothing about.
+    if weights is None or any(name.endswith(_SCALES) for name in found):
+        formats = qwen3_5.read_mtp_formats(hf, shape, _QWEN_PART)
     is_dense = shape.experts is None
 
     def family(others: tuple[Family, ...], *, is_per_expert: bool) -> Family:
         layer = {
-            "attention": qwen3_5.describe_attention(shape),
-            "mlp": qwen3_5.describe_mlp(shape, is_dense=is_dense, is_per_expert=is_per_expert),
+            "attention": qwen3_5.describe_attention(shape, formats),
+            "mlp": qwen3_5.describe_mlp(
+                shape, formats, is_dense=is_dense, is_per_expert=is_per_expert
+            ),
         }
         config = _describe(whole, layer, target, (), norm_output=True)
         check_description(config, (hf.text, top))
@@ -225,14 +234,29 @@ def _translate_qwen3_5(
             )
         ]
         specs += qwen3_5_tensors.full_layer_tensors(
-            shape, "layers.0.", "layers.0.", is_dense=is_dense, is_per_expert=is_per_expert
+            shape,
+            formats,
+            "layers.0.",
+            "layers.0.",
+            is_dense=is_dense,
+            is_per_expert=is_per_expert,
         )
         return Family(
-            MTP, hf.architecture, config, tuple(specs), prefixes=(_QWEN_PART,), others=others
+            MTP,
+            hf.architecture,
+            config,
+            tuple(specs),
+            prefixes=(_QWEN_PART,),
+            ignored_sources=input_scales(specs),
+            others=others,
         )
 
-    others = () if is_dense else (family((), is_per_expert=True),)
-    translated = family(others, is_per_expert=False)
+    if is_dense:
+        translated = family((), is_per_expert=False)
+    elif qwen3_5.have_scales([formats]):
+        translated = family((), is_per_expert=True)
+    else:
+        translated = family((family((), is_per_expert=True),), is_per_expert=False)
     return translated.for_tensors(found), WeightMap(where, found)
 
 

@@ -72,6 +72,56 @@ class Quantization:
         """
         return any(self._excludes(prefix + module) for prefix in prefixes)
 
+    def joined(
+        self, names: Sequence[str], layer: str, prefixes: Sequence[str]
+    ) -> MatrixFormat | None:
+        """The format of Linears of a layer that are one matrix in memory; None: no scales.
+
+        Args:
+            names: Their paths after that of the layer, such as "mlp.up_proj".
+            layer: The path of the layer after the prefix, such as "layers.0.".
+            prefixes: Prefixes that the path may have in the file.
+
+        Raises:
+            NotImplementedError: Some of them have scales and others have none.
+        """
+        excluded = [name for name in names if self.excludes(layer + name, prefixes)]
+        if excluded and len(excluded) < len(names):
+            number = layer.removesuffix(".").rpartition(".")[2]
+            raise NotImplementedError(
+                f'{self.section.source}: key "{self.section.name(self.excluded_key)}" leaves '
+                f"out {', '.join(excluded)} of layer {number}; supported: all or none of "
+                f"{', '.join(names)}"
+            )
+        return None if excluded else self.format
+
+    def of_experts(
+        self, names: Sequence[str], count: int, layer: str, prefixes: Sequence[str]
+    ) -> MatrixFormat | None:
+        """The format of Linears of all experts of a layer; None: no scales.
+
+        Args:
+            names: Those of an expert, such as "down_proj".
+            count: How many experts there are.
+            layer: As in `joined`.
+            prefixes: As in `joined`.
+
+        Raises:
+            NotImplementedError: Some of them have scales and others have none.
+        """
+        excluded = [
+            self.excludes(f"{layer}mlp.experts.{e}.{name}", prefixes)
+            for e in range(count)
+            for name in names
+        ]
+        if any(excluded) and not all(excluded):
+            number = layer.removesuffix(".").rpartition(".")[2]
+            raise self.section.refusal(
+                self.excluded_key,
+                f"a list with all or none of {', '.join(names)} of the experts of layer {number}",
+            )
+        return None if any(excluded) else self.format
+
     def _excludes(self, path: str) -> bool:
         if path in self.names or any(pattern.match(path) for pattern in self.patterns):
             return True
@@ -246,25 +296,18 @@ def with_formats(
     """
     if quantization is None:
         return tuple(layers)
-    found: list[Layer] = []
-    for i, layer in enumerate(layers):
-        formats: dict[str, MatrixFormat | None] = {}
-        for name, modules in _JOINED.items():
-            excluded = [
-                module
-                for module in modules
-                if quantization.excludes(f"layers.{i}.{module}", prefixes)
-            ]
-            if excluded and len(excluded) < len(modules):
-                section = quantization.section
-                raise NotImplementedError(
-                    f'{section.source}: key "{section.name(quantization.excluded_key)}" leaves '
-                    f"out {', '.join(excluded)} of layer {i}; supported: all or none of "
-                    f"{', '.join(modules)}"
-                )
-            formats[name] = None if excluded else quantization.format
-        found.append(replace(layer, formats=LayerFormats(**formats)))
-    return tuple(found)
+    return tuple(
+        replace(
+            layer,
+            formats=LayerFormats(
+                **{
+                    name: quantization.joined(modules, f"layers.{i}.", prefixes)
+                    for name, modules in _JOINED.items()
+                }
+            ),
+        )
+        for i, layer in enumerate(layers)
+    )
 
 
 def input_scales(tensors: Sequence[TensorSpec]) -> frozenset[str]:

@@ -8,7 +8,8 @@ layers; its checkpoints interleave the projections of a delta net by key head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline._core import ModelFileError
@@ -23,9 +24,17 @@ from .decoder import (
     write_description,
 )
 from .family import Family
+from .formats import FP8_BLOCK, LayerFormats
 from .hf_config import HfConfig
 from .layer_types import FULL
 from .messages import quote
+from .quantization import (
+    DENSE_METHODS,
+    check_plain_lm_head,
+    input_scales,
+    read_quantization,
+)
+from .qwen3_5_formats import PLAIN, Formats, check_plain, read_formats
 from .qwen3_5_tensors import DeltaNet, Experts, Shape, decoder_tensors
 from .rope import RopeSettings, inverse_frequencies, read_partial_rope
 from .section import Section
@@ -102,7 +111,7 @@ def qwen3_next(hf: HfConfig) -> Family:
 
 def read_shape(hf: HfConfig) -> Shape:
     """Reads the sizes of a target of any of the three families; raises as `qwen3_5` does."""
-    check_common(hf)
+    check_common(hf, may_have_scales=True)
     text = hf.text
     is_next = hf.architecture in QWEN3_NEXT_ARCHITECTURES
     defaults = _DENSE
@@ -113,7 +122,7 @@ def read_shape(hf: HfConfig) -> Shape:
     _check_settings(text)
     sizes = _read_sizes(text, defaults)
     experts = _read_experts(text, defaults) if defaults.experts else None
-    return Shape(
+    shape = Shape(
         sizes=sizes,
         layer_types=_read_layer_types(text, sizes.layers),
         delta=_read_delta_net(text),
@@ -124,7 +133,50 @@ def read_shape(hf: HfConfig) -> Shape:
         else frozenset(range(sizes.layers)),
         is_interleaved=is_next,
         ties_lm_head=_read_tie(hf),
+        formats=(PLAIN,) * sizes.layers,
     )
+    quantization = read_quantization(hf, DENSE_METHODS)
+    if quantization is None:
+        return shape
+    check_plain_lm_head(quantization, ties_lm_head=shape.ties_lm_head)
+    formats = tuple(
+        read_formats(
+            quantization,
+            f"layers.{i}.",
+            _PREFIXES,
+            layer_type=layer_type,
+            num_experts=0 if experts is None or i in shape.dense_layers else experts.count,
+            is_interleaved=is_next,
+        )
+        for i, layer_type in enumerate(shape.layer_types)
+    )
+    shape = replace(shape, formats=formats)
+    _check_blocks(text, shape)
+    return shape
+
+
+def read_mtp_formats(hf: HfConfig, shape: Shape, prefix: str) -> Formats:
+    """The formats of the layer that predicts further tokens; raises as `qwen3_5` does.
+
+    Args:
+        hf: The configuration of its target.
+        shape: The same, read.
+        prefix: The beginning of the layer's names in the file.
+    """
+    quantization = read_quantization(hf, DENSE_METHODS)
+    if quantization is None:
+        return PLAIN
+    check_plain(quantization, ["fc"], (prefix,))
+    formats = read_formats(
+        quantization,
+        "layers.0.",
+        (prefix,),
+        layer_type=FULL,
+        num_experts=0 if shape.experts is None else shape.experts.count,
+        is_interleaved=shape.is_interleaved,
+    )
+    _check_blocks(hf.text, replace(shape, layer_types=(FULL,), formats=(formats,)))
+    return formats
 
 
 def num_mtp_layers(text: Section) -> tuple[str, int]:
@@ -153,15 +205,18 @@ def _translate(name: str, hf: HfConfig, shape: Shape) -> Family:
     def family(others: tuple[Family, ...], *, is_per_expert: bool) -> Family:
         layers = [
             {
-                "attention": describe_attention(shape)
+                "attention": describe_attention(shape, formats)
                 if layer_type == FULL
-                else _describe_delta_net(shape),
+                else _describe_delta_net(shape, formats),
                 "mlp": describe_mlp(
-                    shape, is_dense=i in shape.dense_layers, is_per_expert=is_per_expert
+                    shape, formats, is_dense=i in shape.dense_layers, is_per_expert=is_per_expert
                 ),
             }
-            for i, layer_type in enumerate(shape.layer_types)
+            for i, (layer_type, formats) in enumerate(
+                zip(shape.layer_types, shape.formats, strict=True)
+            )
         ]
+        tensors = tuple(decoder_tensors(shape, is_per_expert=is_per_expert))
         return Family(
             name,
             hf.architecture,
@@ -173,19 +228,27 @@ def _translate(name: str, hf: HfConfig, shape: Shape) -> Family:
                 ties_lm_head=shape.ties_lm_head,
                 norm_weight_offset=1.0,
             ),
-            tuple(decoder_tensors(shape, is_per_expert=is_per_expert)),
+            tensors,
             _PREFIXES,
             ignored_prefixes=_OTHER_PARTS,
+            ignored_sources=input_scales(tensors),
             others=others,
         )
 
     if shape.experts is None:
         return family((), is_per_expert=False)
+    if have_scales(shape.formats):
+        return family((), is_per_expert=True)
     # Published files have one tensor for all experts, and transformers writes one for each.
     return family((family((), is_per_expert=True),), is_per_expert=False)
 
 
-def describe_attention(shape: Shape) -> dict[str, Any]:
+def have_scales(formats: Iterable[Formats]) -> bool:
+    """Returns whether experts have scales, and then tensors of their own in every file."""
+    return any(one.own.gate_up or one.own.down for one in formats)
+
+
+def describe_attention(shape: Shape, formats: Formats) -> dict[str, Any]:
     """The full attention of a layer in a canonical description."""
     sizes = shape.sizes
     return {
@@ -202,11 +265,12 @@ def describe_attention(shape: Shape) -> dict[str, Any]:
         "has_qkv_bias": False,
         "has_o_bias": False,
         "has_output_gate": True,
+        **formats.own.entries("qkv", "o"),
     }
 
 
-def _describe_delta_net(shape: Shape) -> dict[str, Any]:
-    delta = shape.delta
+def _describe_delta_net(shape: Shape, formats: Formats) -> dict[str, Any]:
+    delta, inputs = shape.delta, formats.own.qkv
     return {
         "kind": "gated_delta",
         "num_key_heads": delta.key_heads,
@@ -215,27 +279,36 @@ def _describe_delta_net(shape: Shape) -> dict[str, Any]:
         "value_head_dim": delta.value_dim,
         "conv_size": delta.taps,
         "norm_eps": shape.sizes.eps,
+        **({} if inputs is None else {"in": inputs.entry}),
+        **formats.own.entries("o"),
     }
 
 
-def describe_mlp(shape: Shape, *, is_dense: bool, is_per_expert: bool) -> dict[str, Any]:
+def describe_mlp(
+    shape: Shape, formats: Formats, *, is_dense: bool, is_per_expert: bool
+) -> dict[str, Any]:
     """The MLP of a layer in a canonical description."""
 
-    def unit(intermediate: int) -> dict[str, Any]:
-        return {"intermediate": intermediate, "activation": "silu", "has_bias": False}
+    def unit(intermediate: int, own: LayerFormats) -> dict[str, Any]:
+        return {
+            "intermediate": intermediate,
+            "activation": "silu",
+            "has_bias": False,
+            **own.entries("gate_up", "down"),
+        }
 
     experts = shape.experts
     if is_dense or experts is None:
-        return unit(shape.sizes.intermediate)
+        return unit(shape.sizes.intermediate, formats.own)
     return {
-        **unit(experts.intermediate),
+        **unit(experts.intermediate, formats.own),
         "num_experts": experts.count,
         "top_k": experts.top_k,
         # The softmax over all experts, divided by the sum of the chosen, is that of the chosen.
         "router": "softmax_of_chosen",
         "has_router_bias": False,
         **({"per_expert": True} if is_per_expert else {}),
-        "shared": unit(experts.shared),
+        "shared": unit(experts.shared, formats.shared),
         "shared_gate": True,
     }
 
@@ -255,6 +328,32 @@ def _check_settings(text: Section) -> None:
         raise text.refusal("mamba_ssm_dtype", "float32")
     if text.has("layer_scale") and text.values["layer_scale"] is not False:
         raise text.refusal("layer_scale", "no such key")
+
+
+def _check_blocks(text: Section, shape: Shape) -> None:
+    """Refuses matrices whose parts begin within a block of rows that has one scale."""
+
+    def check(key: str, rows: int, what: str) -> None:
+        if rows % FP8_BLOCK != 0:
+            raise text.refusal(
+                key,
+                f"sizes with which {what} have a multiple of {FP8_BLOCK} rows ({rows} here) where "
+                f"the matrix has a scale for each {FP8_BLOCK} x {FP8_BLOCK} block",
+            )
+
+    delta = shape.delta
+    for layer_type, formats in zip(shape.layer_types, shape.formats, strict=True):
+        inputs = formats.own.qkv
+        if inputs is None or inputs.scales != "block":
+            continue
+        if layer_type == FULL:
+            check("head_dim", shape.sizes.head_dim, "q and the gate of a head")
+        elif shape.is_interleaved:
+            check("linear_key_head_dim", delta.key_dim, "q and k of a key head")
+            values = delta.values // delta.key_heads
+            check("linear_value_head_dim", values, "v and z of a key head")
+        else:
+            check("linear_key_head_dim", delta.keys, "q and k")
 
 
 def _read_tie(hf: HfConfig) -> bool:

@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .decoder import Sizes
-from .decoder_tensors import PRE_NORMS, QK_NORMS, tensor_spec
+from .decoder_tensors import PRE_NORMS, QK_NORMS, matrix_specs, tensor_spec
 from .family import RowPart, TensorSpec
-from .formats import Dim
+from .formats import (
+    FP8_BLOCK,
+    FP8_DTYPE,
+    PLAIN_DTYPES,
+    SCALE_DTYPES,
+    Dim,
+    LayerFormats,
+    MatrixFormat,
+)
 from .layer_types import FULL
+from .qwen3_5_formats import Formats
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ class Shape:
         dense_layers: The layers whose MLP is dense.
         is_interleaved: The projections of a delta net are grouped by key head.
         ties_lm_head: The embeddings are the lm_head.
+        formats: The formats of each layer's matrices.
     """
 
     sizes: Sizes
@@ -82,6 +92,7 @@ class Shape:
     dense_layers: frozenset[int]
     is_interleaved: bool
     ties_lm_head: bool
+    formats: tuple[Formats, ...]
 
     @property
     def hidden(self) -> Dim:
@@ -94,17 +105,17 @@ def decoder_tensors(shape: Shape, *, is_per_expert: bool) -> Iterator[TensorSpec
     hidden = shape.hidden
     vocab = (shape.sizes.vocab, "vocab_size")
     yield tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden)
-    for i, layer_type in enumerate(shape.layer_types):
-        layer = f"layers.{i}."
+    for i, (layer_type, formats) in enumerate(zip(shape.layer_types, shape.formats, strict=True)):
+        layer, is_dense = f"layers.{i}.", i in shape.dense_layers
         if layer_type == FULL:
             yield from full_layer_tensors(
-                shape, layer, layer, is_dense=i in shape.dense_layers, is_per_expert=is_per_expert
+                shape, formats, layer, layer, is_dense=is_dense, is_per_expert=is_per_expert
             )
             continue
         yield from _norms(shape, layer, layer)
-        yield from _delta_net(shape, f"{layer}attn.", f"{layer}linear_attn.")
+        yield from _delta_net(shape, formats, f"{layer}attn.", f"{layer}linear_attn.")
         yield from _mlp(
-            shape, layer, layer, is_dense=i in shape.dense_layers, is_per_expert=is_per_expert
+            shape, formats, layer, layer, is_dense=is_dense, is_per_expert=is_per_expert
         )
     yield tensor_spec("final_norm.weight", "norm.weight", hidden)
     if not shape.ties_lm_head:
@@ -112,12 +123,19 @@ def decoder_tensors(shape: Shape, *, is_per_expert: bool) -> Iterator[TensorSpec
 
 
 def full_layer_tensors(
-    shape: Shape, ours: str, theirs: str, *, is_dense: bool, is_per_expert: bool
+    shape: Shape,
+    formats: Formats,
+    ours: str,
+    theirs: str,
+    *,
+    is_dense: bool,
+    is_per_expert: bool,
 ) -> Iterator[TensorSpec]:
     """Lists the tensors of a layer with full attention.
 
     Args:
         shape: The target.
+        formats: The layer's.
         ours: The beginning of canonical names.
         theirs: The beginning of names in the checkpoint.
         is_dense: Its MLP has no experts.
@@ -131,18 +149,24 @@ def full_layer_tensors(
     heads = (sizes.qo_heads * dim, "num_attention_heads * head_dim")
     kv = (sizes.kv_heads * dim, "num_key_value_heads * head_dim")
     # Head by head the rows of q, and then those of its gate.
+    own = formats.own
     for i, name in enumerate(("q", "gate")):
-        yield _part(
-            f"{ours}attn.{name}.weight",
-            f"{theirs}self_attn.q_proj.weight",
+        yield from _part(
+            f"{ours}attn.{name}",
+            f"{theirs}self_attn.q_proj",
             RowPart(sizes.qo_heads, 2 * dim, i * dim, dim),
             hidden,
             "2 * num_attention_heads * head_dim",
+            own.qkv,
         )
-    for name, rows, columns in (("k", kv, hidden), ("v", kv, hidden), ("o", hidden, heads)):
-        source = f"{theirs}self_attn.{name}_proj.weight"
-        yield tensor_spec(f"{ours}attn.{name}.weight", source, rows, columns)
-    yield from _mlp(shape, ours, theirs, is_dense=is_dense, is_per_expert=is_per_expert)
+    for name, rows, columns, format in (
+        ("k", kv, hidden, own.qkv),
+        ("v", kv, hidden, own.qkv),
+        ("o", hidden, heads, own.o),
+    ):
+        source = f"{theirs}self_attn.{name}_proj"
+        yield from matrix_specs(f"{ours}attn.{name}", source, rows, columns, format)
+    yield from _mlp(shape, formats, ours, theirs, is_dense=is_dense, is_per_expert=is_per_expert)
 
 
 def _norms(shape: Shape, ours: str, theirs: str) -> Iterator[TensorSpec]:
@@ -150,20 +174,41 @@ def _norms(shape: Shape, ours: str, theirs: str) -> Iterator[TensorSpec]:
         yield tensor_spec(ours + name, theirs + source, shape.hidden)
 
 
-def _part(name: str, source: str, part: RowPart, columns: Dim, rows_key: str) -> TensorSpec:
-    """Some rows of a stored matrix; the key is that of all of its rows."""
+def _part(
+    name: str,
+    source: str,
+    part: RowPart,
+    columns: Dim,
+    rows_key: str,
+    format: MatrixFormat | None = None,
+) -> Iterator[TensorSpec]:
+    """Some rows of a stored matrix, with their scales; the key is that of all of its rows."""
     size, key = columns
-    return TensorSpec(
-        name,
-        source,
+    yield TensorSpec(
+        f"{name}.weight",
+        f"{source}.weight",
         (part.rows, size),
         f"{rows_key}, {key}",
+        PLAIN_DTYPES if format is None else (FP8_DTYPE,),
         part=part,
         stored_shapes=((part.stored_rows, size),),
     )
+    if format is None:
+        return
+    stored = format.scale_dims((part.stored_rows, rows_key), columns)
+    scales = format.scale_dims((part.rows, rows_key), columns)
+    yield TensorSpec(
+        f"{name}.scales",
+        f"{source}.{format.suffix}",
+        tuple(count for count, _ in scales),
+        ", ".join(key for _, key in stored),
+        SCALE_DTYPES,
+        part={"tensor": None, "row": part}.get(format.scales, part.over(FP8_BLOCK)),
+        stored_shapes=(tuple(count for count, _ in stored),),
+    )
 
 
-def _delta_net(shape: Shape, ours: str, theirs: str) -> Iterator[TensorSpec]:
+def _delta_net(shape: Shape, formats: Formats, ours: str, theirs: str) -> Iterator[TensorSpec]:
     delta, hidden = shape.delta, shape.hidden
     keys, values = delta.keys, delta.values
     channels = 2 * keys + values
@@ -173,28 +218,26 @@ def _delta_net(shape: Shape, ours: str, theirs: str) -> Iterator[TensorSpec]:
     channels_key = f"2 * {key_rows} + {value_rows}"
 
     def rows_of(
-        source: str, each: tuple[tuple[str, int], ...], groups: int, rows_key: str
+        source: str,
+        each: tuple[tuple[str, int], ...],
+        groups: int,
+        rows_key: str,
+        format: MatrixFormat | None = None,
     ) -> Iterator[TensorSpec]:
         """Consecutive rows of each group of a matrix."""
         stored = sum(count for _, count in each)
         first = 0
         for name, count in each:
-            yield _part(
-                f"{ours}{name}.weight",
-                f"{theirs}{source}.weight",
-                RowPart(groups, stored, first, count),
-                hidden,
-                rows_key,
-            )
+            part = RowPart(groups, stored, first, count)
+            yield from _part(f"{ours}{name}", f"{theirs}{source}", part, hidden, rows_key, format)
             first += count
 
     if shape.is_interleaved:
         ratio = delta.value_heads // delta.key_heads
         dim, wide = delta.key_dim, ratio * delta.value_dim
         parts = (("q", dim), ("k", dim), ("v", wide), ("z", wide))
-        yield from rows_of(
-            "in_proj_qkvz", parts, delta.key_heads, f"2 * {key_rows} + 2 * {value_rows}"
-        )
+        rows_key = f"2 * {key_rows} + 2 * {value_rows}"
+        yield from rows_of("in_proj_qkvz", parts, delta.key_heads, rows_key, formats.own.qkv)
         yield from rows_of(
             "in_proj_ba",
             (("b", ratio), ("a", ratio)),
@@ -202,12 +245,15 @@ def _delta_net(shape: Shape, ours: str, theirs: str) -> Iterator[TensorSpec]:
             "2 * linear_num_value_heads",
         )
     else:
-        yield from rows_of(
-            "in_proj_qkv", (("q", keys), ("k", keys), ("v", values)), 1, channels_key
-        )
-        for name, rows in (("z", (values, value_rows)), ("b", value_heads), ("a", value_heads)):
-            source = f"{theirs}in_proj_{name}.weight"
-            yield tensor_spec(f"{ours}{name}.weight", source, rows, hidden)
+        three = (("q", keys), ("k", keys), ("v", values))
+        yield from rows_of("in_proj_qkv", three, 1, channels_key, formats.own.qkv)
+        for name, rows, format in (
+            ("z", (values, value_rows), formats.own.qkv),
+            ("b", value_heads, None),
+            ("a", value_heads, None),
+        ):
+            source = f"{theirs}in_proj_{name}"
+            yield from matrix_specs(f"{ours}{name}", source, rows, hidden, format)
     yield TensorSpec(
         f"{ours}conv",
         f"{theirs}conv1d.weight",
@@ -221,40 +267,47 @@ def _delta_net(shape: Shape, ours: str, theirs: str) -> Iterator[TensorSpec]:
     yield tensor_spec(
         f"{ours}norm", f"{theirs}norm.weight", (delta.value_dim, "linear_value_head_dim")
     )
-    yield tensor_spec(f"{ours}o.weight", f"{theirs}out_proj.weight", hidden, (values, value_rows))
+    yield from matrix_specs(
+        f"{ours}o", f"{theirs}out_proj", hidden, (values, value_rows), formats.own.o
+    )
 
 
 def _unit(
-    ours: str, theirs: str, suffix: str, hidden: Dim, intermediate: Dim
+    formats: LayerFormats, ours: str, theirs: str, suffix: str, hidden: Dim, intermediate: Dim
 ) -> Iterator[TensorSpec]:
     """The matrices of a dense MLP or of an expert, whose number is the suffix of our names."""
-    for name, rows, columns in (
-        ("gate", intermediate, hidden),
-        ("up", intermediate, hidden),
-        ("down", hidden, intermediate),
+    for name, rows, columns, format in (
+        ("gate", intermediate, hidden, formats.gate_up),
+        ("up", intermediate, hidden, formats.gate_up),
+        ("down", hidden, intermediate, formats.down),
     ):
-        yield tensor_spec(
-            f"{ours}{name}{suffix}.weight", f"{theirs}{name}_proj.weight", rows, columns
+        yield from matrix_specs(
+            f"{ours}{name}{suffix}", f"{theirs}{name}_proj", rows, columns, format
         )
 
 
 def _mlp(
-    shape: Shape, ours: str, theirs: str, *, is_dense: bool, is_per_expert: bool
+    shape: Shape,
+    formats: Formats,
+    ours: str,
+    theirs: str,
+    *,
+    is_dense: bool,
+    is_per_expert: bool,
 ) -> Iterator[TensorSpec]:
     hidden, experts = shape.hidden, shape.experts
     ours, theirs = f"{ours}mlp.", f"{theirs}mlp."
     if is_dense or experts is None:
         intermediate = (shape.sizes.intermediate, "intermediate_size")
-        yield from _unit(ours, theirs, "", hidden, intermediate)
+        yield from _unit(formats.own, ours, theirs, "", hidden, intermediate)
         return
     count = (experts.count, "num_experts")
     intermediate = (experts.intermediate, "moe_intermediate_size")
     yield tensor_spec(f"{ours}router.weight", f"{theirs}gate.weight", count, hidden)
     if is_per_expert:
         for i in range(experts.count):
-            yield from _unit(
-                f"{ours}experts.", f"{theirs}experts.{i}.", f".{i}", hidden, intermediate
-            )
+            source = f"{theirs}experts.{i}."
+            yield from _unit(formats.own, f"{ours}experts.", source, f".{i}", hidden, intermediate)
     else:
         wide = (2 * experts.intermediate, "2 * moe_intermediate_size")
         for name, dims in (("gate_up", (wide, hidden)), ("down", (hidden, intermediate))):
@@ -262,7 +315,8 @@ def _mlp(
                 f"{ours}experts.{name}.weight", f"{theirs}experts.{name}_proj", count, *dims
             )
     shared = (experts.shared, "shared_expert_intermediate_size")
-    yield from _unit(f"{ours}shared.", f"{theirs}shared_expert.", "", hidden, shared)
+    source = f"{theirs}shared_expert."
+    yield from _unit(formats.shared, f"{ours}shared.", source, "", hidden, shared)
     yield tensor_spec(
         f"{ours}shared_gate.weight", f"{theirs}shared_expert_gate.weight", (1, "1"), hidden
     )

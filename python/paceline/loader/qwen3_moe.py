@@ -20,7 +20,6 @@ from .decoder import (
 )
 from .decoder_tensors import decoder_tensors, expert_tensors, tensor_spec
 from .family import Family, TensorSpec
-from .formats import MatrixFormat
 from .hf_config import HfConfig
 from .layer_types import FULL, check_full_layers
 from .quantization import (
@@ -158,19 +157,10 @@ def _with_expert_formats(
     """
     if quantization is None:
         return layer
-    formats: dict[str, MatrixFormat | None] = {}
-    for name, modules in _OF_EXPERT.items():
-        excluded = [
-            quantization.excludes(f"layers.{index}.mlp.experts.{e}.{module}", _PREFIXES)
-            for e in range(experts.count)
-            for module in modules
-        ]
-        if any(excluded) and not all(excluded):
-            raise quantization.section.refusal(
-                quantization.excluded_key,
-                f"a list with all or none of {', '.join(modules)} of the experts of layer {index}",
-            )
-        formats[name] = None if any(excluded) else quantization.format
+    formats = {
+        name: quantization.of_experts(modules, experts.count, f"layers.{index}.", _PREFIXES)
+        for name, modules in _OF_EXPERT.items()
+    }
     return replace(layer, formats=replace(layer.formats, **formats))
 
 
