@@ -18,6 +18,9 @@ import pytest
 import evidence
 import gpu_runs
 import sanitizers
+from paceline import cli
+from paceline.bench import models
+from paceline.speculative_config import SpeculativeConfig
 from sanitizers import DEVICE_ONLY, Case, Kernel, Task, choose, kinds_of, split
 
 EVIDENCE = Path(sanitizers.__file__).with_name("evidence.py")
@@ -34,6 +37,24 @@ NAMED = [case(pattern.replace("*", "x")) for pattern in sanitizers.NAMED]
 
 def chosen(tool: str, *cases: Case) -> set[str]:
     return {c.name for c in choose(tool, [*NAMED, *cases])} - {c.name for c in NAMED}
+
+
+@pytest.mark.parametrize("part", evidence.BENCHES)
+def test_a_bench_names_shapes_that_ship(part: str) -> None:
+    argv = [*evidence.BENCH[2:], *evidence.BENCHES[part]]
+    args = cli.build_parser().parse_args(argv)
+    names = models.config_names()
+    assert args.config in names
+    config = SpeculativeConfig.parse(json.loads(args.speculative_config))
+    assert config.model is None or config.model in names
+
+
+def test_every_kind_of_drafter_that_models_are_released_with_has_a_bench() -> None:
+    found = {
+        json.loads(words[words.index("--speculative-config") + 1])["method"]
+        for words in evidence.BENCHES.values()
+    }
+    assert found >= {"eagle", "eagle3", "draft_model", "mtp", "gemma4_mtp", "dflash2"}
 
 
 def test_every_kernel_and_kind_is_reached_by_the_smallest_case() -> None:
