@@ -33,8 +33,8 @@ int64_t element_bytes(const KvLayerView& records) { return dtype_bytes(records.d
 
 std::byte* record_at(const GatedDeltaParams& p, int64_t slot) {
   const int64_t bytes = p.shape.record_width() * element_bytes(p.records);
-  return p.records.base + slot / p.records.block_size * p.records.block_bytes +
-         p.records.k_offset + slot % p.records.block_size * bytes;
+  return p.records.base + slot / p.records.block_size * p.records.block_bytes + p.records.k_offset +
+         slot % p.records.block_size * bytes;
 }
 
 float* entry_at(const GatedDeltaParams& p, int64_t block) {
@@ -120,44 +120,53 @@ struct Part {
   int32_t width;
 };
 
+constexpr int32_t kValuesPerStep = 4;  // values of S whose sums are made together
+
 // One value head of one sequence.
 struct Head {
   Part parts[3];
-  int32_t key_stride;                 // elements between the values of S
-  std::vector<float> state;           // S: [value_dim, key_stride], padded with zeros
-  std::vector<float> inputs;          // [taps, q | k | v] by position % taps
-  std::vector<float> convolved;       // [q | k | v], each padded with zeros
-  std::vector<float> conv;            // [taps, q | k | v]
-  std::vector<float> output;          // [value_dim]
-  int32_t offsets[3];                 // of the parts in inputs, conv and convolved
-  int32_t width;                      // of all parts
+  int32_t key_stride;            // elements between the values of S
+  int32_t num_values;            // of S: value_dim, padded to whole steps with zeros
+  std::vector<float> state;      // S: [num_values, key_stride], padded with zeros
+  std::vector<float> inputs;     // [taps, q | k | v] by position % taps
+  std::vector<float> convolved;  // [q | k | v], each padded with zeros
+  std::vector<float> conv;       // [taps, q | k | v]
+  std::vector<float> output;     // [value_dim], padded with zeros
+  int32_t offsets[3];            // of the parts in inputs, conv and convolved
+  int32_t width;                 // of all parts
 };
 
-Head make_head(const GatedDeltaParams& p, int32_t value_head) {
+Head make_head(const GatedDeltaParams& p) {
   const RecurrentShape& s = p.shape;
-  const int32_t key_head = value_head / (s.num_value_heads / s.num_key_heads);
-  Head head = {.parts = {{key_head * s.key_dim, s.key_dim},
-                         {s.keys_width() + key_head * s.key_dim, s.key_dim},
-                         {2 * s.keys_width() + value_head * s.value_dim, s.value_dim}},
-               .key_stride = padded(s.key_dim)};
+  Head head = {.parts = {},
+               .key_stride = padded(s.key_dim),
+               .num_values = (s.value_dim + kValuesPerStep - 1) / kValuesPerStep * kValuesPerStep};
   head.offsets[0] = 0;
   head.offsets[1] = head.key_stride;
   head.offsets[2] = 2 * head.key_stride;
   head.width = 2 * head.key_stride + padded(s.value_dim);
-  head.state.resize(static_cast<size_t>(s.value_dim) * head.key_stride);
+  head.state.resize(static_cast<size_t>(head.num_values) * head.key_stride);
   head.inputs.resize(static_cast<size_t>(s.num_taps) * head.width);
   head.conv.resize(static_cast<size_t>(s.num_taps) * head.width);
   head.convolved.resize(static_cast<size_t>(head.width));
-  head.output.resize(static_cast<size_t>(s.value_dim));
+  head.output.resize(static_cast<size_t>(padded(s.value_dim)));
+  return head;
+}
+
+// Makes it another value head, whose state is not read yet.
+void set_head(const GatedDeltaParams& p, int32_t value_head, Head& head) {
+  const RecurrentShape& s = p.shape;
+  const int32_t key_head = value_head / (s.num_value_heads / s.num_key_heads);
+  head.parts[0] = {key_head * s.key_dim, s.key_dim};
+  head.parts[1] = {s.keys_width() + key_head * s.key_dim, s.key_dim};
+  head.parts[2] = {2 * s.keys_width() + value_head * s.value_dim, s.value_dim};
   for (int32_t part = 0; part < 3; ++part) {
-    for (int32_t c = 0; c < head.parts[part].width; ++c) {
-      for (int32_t tap = 0; tap < s.num_taps; ++tap) {
-        head.conv[tap * head.width + head.offsets[part] + c] =
-            p.conv[(head.parts[part].first + c) * s.num_taps + tap];
-      }
+    const float* const from = p.conv + int64_t{head.parts[part].first} * s.num_taps;
+    for (int32_t tap = 0; tap < s.num_taps; ++tap) {
+      float* const to = head.conv.data() + tap * head.width + head.offsets[part];
+      for (int32_t c = 0; c < head.parts[part].width; ++c) to[c] = from[c * s.num_taps + tap];
     }
   }
-  return head;
 }
 
 void take_inputs(const GatedDeltaParams& p, const SequenceRows& rows, int32_t position,
@@ -170,19 +179,24 @@ void take_inputs(const GatedDeltaParams& p, const SequenceRows& rows, int32_t po
   }
 }
 
-// The inputs of a row, convolved; q and k with norms.
+// The inputs of a row, convolved; q and k with norms. Without the output of the row there is no q.
+template <bool kHasOutput>
 [[gnu::always_inline]] inline void convolve(const GatedDeltaParams& p, int32_t position,
                                             Head& head) {
+  constexpr int32_t kFirstPart = kHasOutput ? 0 : 1;
   const int32_t taps = p.shape.num_taps;
-  for (int32_t c = 0; c < head.width; c += 16) {
+  const float* inputs[kMaxConvTaps];
+  for (int32_t tap = 0; tap < taps; ++tap) {
+    inputs[tap] = head.inputs.data() + (position + 1 + tap) % taps * head.width;
+  }
+  for (int32_t c = head.offsets[kFirstPart]; c < head.width; c += 16) {
     V16 sum = {};
     for (int32_t tap = 0; tap < taps; ++tap) {
-      const int32_t at = (position + 1 + tap) % taps * head.width + c;
-      sum += load(head.conv.data() + tap * head.width + c) * load(head.inputs.data() + at);
+      sum += load(head.conv.data() + tap * head.width + c) * load(inputs[tap] + c);
     }
     store(head.convolved.data() + c, sum / (1.0f + exp(-sum)));
   }
-  for (int32_t part = 0; part < 2; ++part) {
+  for (int32_t part = kFirstPart; part < 2; ++part) {
     float* const x = head.convolved.data() + head.offsets[part];
     V16 squares = {};
     for (int32_t c = 0; c < head.key_stride; c += 16) squares += load(x + c) * load(x + c);
@@ -192,50 +206,60 @@ void take_inputs(const GatedDeltaParams& p, const SequenceRows& rows, int32_t po
   }
 }
 
-// One row of the gated delta rule.
-[[gnu::always_inline]] inline void step(const GatedDeltaParams& p, float beta, float decay,
-                                        Head& head) {
+// One row of the gated delta rule. A row that is replayed has no output.
+template <bool kHasOutput>
+[[gnu::always_inline]] inline void step(float beta, float decay, Head& head) {
   const float* const q = head.convolved.data();
   const float* const k = q + head.offsets[1];
   const float* const v = q + head.offsets[2];
-  for (int32_t j = 0; j < p.shape.value_dim; ++j) {
-    float* const s = head.state.data() + j * head.key_stride;
-    V16 read = {};
-    for (int32_t c = 0; c < head.key_stride; c += 16) {
-      const V16 decayed = load(s + c) * decay;
-      store(s + c, decayed);
-      read += decayed * load(k + c);
+  const int32_t stride = head.key_stride;
+  for (int32_t j = 0; j < head.num_values; j += kValuesPerStep) {
+    float* const s = head.state.data() + j * stride;
+    V16 read[kValuesPerStep] = {};
+    for (int32_t c = 0; c < stride; c += 16) {
+      const V16 key = load(k + c);
+      for (int32_t i = 0; i < kValuesPerStep; ++i) {
+        const V16 decayed = load(s + i * stride + c) * decay;
+        store(s + i * stride + c, decayed);
+        read[i] += decayed * key;
+      }
     }
-    const float correction = beta * (v[j] - sum_lanes(read));
-    V16 out = {};
-    for (int32_t c = 0; c < head.key_stride; c += 16) {
-      const V16 updated = load(s + c) + load(k + c) * correction;
-      store(s + c, updated);
-      out += updated * load(q + c);
+    const Sums4 sums = sum_lanes(read[0], read[1], read[2], read[3]);
+    float correction[kValuesPerStep];
+    for (int32_t i = 0; i < kValuesPerStep; ++i) correction[i] = beta * (v[j + i] - sums.sum[i]);
+    V16 out[kValuesPerStep] = {};
+    for (int32_t c = 0; c < stride; c += 16) {
+      const V16 key = load(k + c);
+      for (int32_t i = 0; i < kValuesPerStep; ++i) {
+        const V16 updated = load(s + i * stride + c) + key * correction[i];
+        store(s + i * stride + c, updated);
+        if constexpr (kHasOutput) out[i] += updated * load(q + c);
+      }
     }
-    head.output[j] = sum_lanes(out);
+    if constexpr (kHasOutput) {
+      const Sums4 outputs = sum_lanes(out[0], out[1], out[2], out[3]);
+      std::copy_n(outputs.sum, kValuesPerStep, head.output.data() + j);
+    }
   }
 }
 
 [[gnu::always_inline]] inline void write_output(const GatedDeltaParams& p, int32_t value_head,
                                                 int32_t row, const Head& head) {
   const int32_t width = p.shape.value_dim;
-  const float* const z =
-      input_row(p, row) + p.shape.num_channels() + int64_t{value_head} * width;
+  const float* const z = input_row(p, row) + p.shape.num_channels() + int64_t{value_head} * width;
   float* const y = static_cast<float*>(p.y) + int64_t{row} * p.shape.values_width() +
                    int64_t{value_head} * width;
   V16 squares = {};
   for (int32_t j = 0; j < width; j += 16) {
-    const V16 o = load_up_to(head.output.data() + j, width - j);
-    squares += o * o;
+    squares += load(head.output.data() + j) * load(head.output.data() + j);
   }
   const float factor =
       1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(width) + p.norm_eps);
   for (int32_t j = 0; j < width; j += 16) {
     const int32_t left = std::min(width - j, 16);
     const V16 gate = load_up_to(z + j, width - j);
-    const V16 value = load_up_to(head.output.data() + j, width - j) * factor *
-                      load_up_to(p.norm + j, width - j) * (gate / (1.0f + exp(-gate)));
+    const V16 value = load(head.output.data() + j) * factor * load_up_to(p.norm + j, width - j) *
+                      (gate / (1.0f + exp(-gate)));
     if (left == 16) {
       store(y + j, value);
     } else {
@@ -246,15 +270,44 @@ void take_inputs(const GatedDeltaParams& p, const SequenceRows& rows, int32_t po
 
 void copy_state(const GatedDeltaParams& p, const Head& head, float* to) {
   for (int32_t j = 0; j < p.shape.value_dim; ++j) {
-    std::copy_n(head.state.data() + j * head.key_stride, p.shape.key_dim,
-                to + j * p.shape.key_dim);
+    std::copy_n(head.state.data() + j * head.key_stride, p.shape.key_dim, to + j * p.shape.key_dim);
   }
 }
 
+// The row at `position`, whose inputs are taken: S after it, and its output.
+template <bool kHasOutput>
+[[gnu::always_inline]] inline void run_row(const GatedDeltaParams& p, const SequenceRows& rows,
+                                           int32_t position, int32_t value_head, float rate,
+                                           Head& head) {
+  const int32_t channels = p.shape.num_channels();
+  float b = 0;
+  float a = 0;
+  read_inputs(p, rows, position, channels + value_head, 1, &b);
+  read_inputs(p, rows, position, channels + p.shape.num_value_heads + value_head, 1, &a);
+  convolve<kHasOutput>(p, position, head);
+  const float beta = 1.0f / (1.0f + std::exp(-b));
+  step<kHasOutput>(beta, std::exp(rate * softplus(a + p.dt_bias[value_head])), head);
+}
+
 struct HeadKernel {
-  [[gnu::always_inline]] static void run(const GatedDeltaParams* params, int32_t sequence,
-                                         int32_t value_head) {
+  // The value heads of all sequences, head by head: tasks `begin` to `end`.
+  [[gnu::always_inline]] static void run(const GatedDeltaParams* params, int64_t begin,
+                                         int64_t end) {
     const GatedDeltaParams& p = *params;
+    const int32_t num_seqs = *p.num_seqs;
+    Head head = make_head(p);
+    int32_t value_head = -1;
+    for (int64_t task = begin; task < end; ++task) {
+      if (const auto next = static_cast<int32_t>(task / num_seqs); next != value_head) {
+        value_head = next;
+        set_head(p, value_head, head);
+      }
+      run_sequence(p, static_cast<int32_t>(task % num_seqs), value_head, head);
+    }
+  }
+
+  [[gnu::always_inline]] static void run_sequence(const GatedDeltaParams& p, int32_t sequence,
+                                                  int32_t value_head, Head& head) {
     const SequenceRows rows = live_rows(p, sequence);
     const int32_t end = std::min(p.row_indptr[sequence + 1], *p.num_rows);
     const int32_t width = p.shape.value_dim;
@@ -265,13 +318,13 @@ struct HeadKernel {
     }
     if (rows.num_rows == 0) return;
 
-    Head head = make_head(p, value_head);
     const int32_t block_tokens = p.entry_table.tokens_per_entry;
     const int32_t block = rows.start / block_tokens;
     const int64_t offset = int64_t{value_head} * width * p.shape.key_dim;
+    // The padding too: what it multiplies in a row of NaN is NaN in the state of that sequence.
+    std::fill(head.state.begin(), head.state.end(), 0.0f);
     if (block > 0) {
-      const int64_t entry =
-          p.entry_table.blocks[rows.seq_slot * p.entry_table.stride + block - 1];
+      const int64_t entry = p.entry_table.blocks[rows.seq_slot * p.entry_table.stride + block - 1];
       const float* const from = entry_at(p, entry) + offset;
       for (int32_t j = 0; j < width; ++j) {
         std::copy_n(from + j * p.shape.key_dim, p.shape.key_dim,
@@ -283,17 +336,13 @@ struct HeadKernel {
       take_inputs(p, rows, position, head);
     }
     const float rate = -std::exp(p.a_log[value_head]);
-    const int32_t channels = p.shape.num_channels();
-    for (int32_t position = first; position < rows.start + rows.num_rows; ++position) {
+    for (int32_t position = first; position < rows.start; ++position) {
       take_inputs(p, rows, position, head);
-      convolve(p, position, head);
-      float b = 0;
-      float a = 0;
-      read_inputs(p, rows, position, channels + value_head, 1, &b);
-      read_inputs(p, rows, position, channels + p.shape.num_value_heads + value_head, 1, &a);
-      const float beta = 1.0f / (1.0f + std::exp(-b));
-      step(p, beta, std::exp(rate * softplus(a + p.dt_bias[value_head])), head);
-      if (position < rows.start) continue;
+      run_row</*kHasOutput=*/false>(p, rows, position, value_head, rate, head);
+    }
+    for (int32_t position = rows.start; position < rows.start + rows.num_rows; ++position) {
+      take_inputs(p, rows, position, head);
+      run_row</*kHasOutput=*/true>(p, rows, position, value_head, rate, head);
       const int32_t row = rows.begin + position - rows.start;
       write_output(p, value_head, row, head);
       if (const int64_t entry = p.entry_slots[row]; entry > 0) {
@@ -306,8 +355,8 @@ struct HeadKernel {
 void check(const GatedDeltaParams& p) {
   const RecurrentShape& s = p.shape;
   PACELINE_CHECK(s.num_taps >= 2 && s.num_taps <= kMaxConvTaps, s.num_taps, " taps");
-  PACELINE_CHECK(s.num_key_heads > 0 && s.num_value_heads % s.num_key_heads == 0,
-                 s.num_value_heads, " value heads for ", s.num_key_heads, " key heads");
+  PACELINE_CHECK(s.num_key_heads > 0 && s.num_value_heads % s.num_key_heads == 0, s.num_value_heads,
+                 " value heads for ", s.num_key_heads, " key heads");
   PACELINE_CHECK(s.key_dim > 0 && s.key_dim <= kMaxRecurrentHeadDim && s.value_dim > 0 &&
                      s.value_dim <= kMaxRecurrentHeadDim,
                  "heads of ", s.key_dim, " and ", s.value_dim, " elements");
@@ -328,12 +377,7 @@ void gated_delta(CpuContext& ctx, const GatedDeltaParams& p) {
   const int64_t record_bytes = p.shape.record_width() * element_bytes(p.records);
   for_rows(ctx, num_rows, record_bytes, [&](int32_t row) { write_record(p, row); });
   const int32_t num_tasks = *p.num_seqs * heads;
-  const auto run = [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      run_best_isa<HeadKernel>(&p, static_cast<int32_t>(task / heads),
-                               static_cast<int32_t>(task % heads));
-    }
-  };
+  const auto run = [&](int64_t begin, int64_t end) { run_best_isa<HeadKernel>(&p, begin, end); };
   if (ctx.num_threads == 1 || num_tasks < 2) return run(0, num_tasks);
   ctx.for_ranges(num_tasks, /*pieces_per_thread=*/2, run);
 }
