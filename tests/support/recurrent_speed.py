@@ -5,9 +5,9 @@
 
 All models have 8 layers and dummy weights; there is a pair that is 512 wide and one that is 128
 wide. The recurrent ones are Qwen3.5: six delta nets with the proportions of the 9B model and two
-layers with full attention. The others are Qwen3 with attention of as many parameters as a delta net.
-Each round runs both, one after the other, in turns, with two threads: prompts, and output for one
-and for eight requests. The table has the median of the rounds in CPU time of the process, which
+layers with full attention. The others are Qwen3 whose attention has as many parameters as a delta
+net. Each round runs both, one after the other, in turns, with two threads: prompts, and output for
+one and for eight requests. The table has the median of the rounds in CPU time of the process, which
 other programs on the machine change less than its wall time, and the ratio of the two.
 """
 
