@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Wrappers of PTX instructions: prefetches, cp.async, ldmatrix and mma.sync in bfloat16, and the
-// communication between blocks of a cluster. Shared memory has 32 bit addresses.
+// Wrappers of PTX instructions: prefetches, cp.async, ldmatrix and mma.sync, and the communication
+// between blocks of a cluster. Shared memory has 32 bit addresses.
 
 #include <cuda_bf16.h>
 
@@ -104,10 +104,40 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Between half of a unit of TF32 relative to 1 and relative to 2.
+constexpr float kBeforeTf32Cut = 1.0f + 0.72f / 2048.0f;
+
+// The operand of a product in TF32. The tensor core ignores the bits that TF32 does not have.
+struct Tf32Operand {
+  float values[4];
+};
+// A number that becomes one of the two numbers of TF32 around x when a tensor core cuts off the
+// bits that TF32 does not have: the nearer one for most x, and so that errors have a mean of zero.
+// x itself if TF32 has it, and NaN for NaN. One instruction.
+__device__ __forceinline__ float before_tf32_cut(float x) { return __fmul_rn(x, kBeforeTf32Cut); }
+// d += a b in TF32: a is 16x8, b 8x8, d 16x8. With g = lane / 4, t = lane % 4, a has row g of k =
+// t, row g + 8 of k = t, and both of k = t + 4; b0 and b1 are column g of k = t and of k = t + 4.
+__device__ __forceinline__ void mma_16x8x8(const Tf32Operand& a, float b0, float b1,
+                                           float (&d)[4]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a.values[0])), "r"(__float_as_uint(a.values[1])),
+        "r"(__float_as_uint(a.values[2])), "r"(__float_as_uint(a.values[3])),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
 // 2^x; 0 at -inf, exactly 1 at 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x to within one unit in the last place; 0 at infinity.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -116,10 +146,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Without a cluster, the second part is a barrier of the block.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-}
-// The same without an order of memory: for threads that have only read what others will write.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");

@@ -32,6 +32,10 @@ __device__ __forceinline__ float in_register(float value) {
   asm volatile("" : "+f"(value));
   return value;
 }
+__device__ __forceinline__ int32_t in_register(int32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 __device__ __forceinline__ const float* in_register(const float* value) {
   asm volatile("" : "+l"(value));
   return value;

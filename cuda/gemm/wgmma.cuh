@@ -57,6 +57,22 @@ __device__ __forceinline__ void store_async(float* to, int32_t rank, float value
                : "memory");
 }
 
+__device__ __forceinline__ void store_async(float4* to, int32_t rank, const float4& value,
+                                            uint64_t* barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(cluster_address(to, rank)),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(cluster_address(barrier, rank))
+      : "memory");
+}
+
+// Arrives at the barrier of block `rank` of the cluster. It orders no memory but the shared memory
+// that the thread has read before.
+__device__ __forceinline__ void barrier_arrive_in_cluster(uint64_t* barrier, int32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
+               : "memory");
+}
+
 // Whether the phase of that parity is over; may wait for a limited time before it returns false.
 // `barrier` is an address in shared memory.
 __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {

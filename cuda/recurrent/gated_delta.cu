@@ -2,8 +2,8 @@
 
 // The launch of gated_delta.
 
+#include "recurrent/chunk_kernel.cuh"
 #include "recurrent/gated_delta_kernel.cuh"
-#include "recurrent/key_head_kernel.cuh"
 
 #include <algorithm>
 #include <cstdint>
@@ -31,55 +31,50 @@ void launch_variant(CudaContext& ctx, const GatedDeltaParams& p) {
 }
 
 template <class V>
-void launch_key_heads(CudaContext& ctx, const GatedDeltaParams& p) {
-  static_assert(sizeof(KeyHeadShared<V>) <= 48 << 10);
-  launch_clusters(ctx, "gated_delta", &key_head_kernel<V>,
-                  dim3(kHeadBlocks, static_cast<uint32_t>(p.shape.num_key_heads),
+void launch_chunks(CudaContext& ctx, const GatedDeltaParams& p) {
+  constexpr auto* kKernel = &chunk_kernel<V>;
+  constexpr size_t kBytes = sizeof(ChunkShared<V>);
+  static const bool is_allowed = [] {
+    allow_shared_bytes(kKernel, kBytes, "gated_delta");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+  launch_clusters(ctx, "gated_delta", kKernel,
+                  dim3(V::kBlocks, static_cast<uint32_t>(p.shape.num_value_heads),
                        static_cast<uint32_t>(p.max_seqs)),
-                  dim3(V::kNumThreads), dim3(kHeadBlocks), sizeof(KeyHeadShared<V>), p);
+                  dim3(32 * V::kNumWarps), dim3(V::kBlocks), kBytes, p);
 }
 
-// Whether all rows of four elements are aligned vectors.
-template <class T>
-bool has_vectors(const GatedDeltaParams& p) {
-  const auto are_multiples = [](int64_t size, std::initializer_list<int64_t> offsets) {
-    return std::all_of(offsets.begin(), offsets.end(),
-                       [size](int64_t offset) { return offset % (4 * size) == 0; });
+// Whether the kernel of chunks takes the layer. This does not depend on the pass.
+bool has_chunks(const GatedDeltaParams& p) {
+  const RecurrentShape& s = p.shape;
+  const auto are_multiples = [](int64_t size, std::initializer_list<int64_t> values) {
+    return std::all_of(values.begin(), values.end(),
+                       [size](int64_t value) { return value % size == 0; });
   };
-  return is_vector_aligned(p.x) && is_vector_aligned(p.y) && is_vector_aligned(p.conv) &&
-         is_vector_aligned(p.norm) && is_vector_aligned(p.records.base) &&
-         is_vector_aligned(p.entries.base) &&
-         are_multiples(sizeof(T), {p.x_stride * static_cast<int64_t>(sizeof(T)),
-                                   p.records.block_bytes, p.records.k_offset,
-                                   p.shape.record_width() * static_cast<int64_t>(sizeof(T))}) &&
-         are_multiples(sizeof(float), {p.entries.block_bytes, p.entries.k_offset});
+  return p.dtype == DType::kBFloat16 && p.records.dtype == DType::kBFloat16 &&
+         s.key_dim == kHeadDim && s.value_dim == kHeadDim && s.num_taps == kTaps &&
+         p.record_table.block_size % kChunkRows == 0 && is_vector_aligned(p.x) &&
+         is_vector_aligned(p.y) && is_vector_aligned(p.conv) && is_vector_aligned(p.norm) &&
+         is_vector_aligned(p.records.base) && is_vector_aligned(p.entries.base) &&
+         are_multiples(4, {p.x_stride, s.record_width()}) &&
+         are_multiples(sizeof(RawChannels), {p.records.block_bytes, p.records.k_offset}) &&
+         are_multiples(kVectorBytes, {p.entries.block_bytes, p.entries.k_offset});
 }
 
 template <class Input, class Stored>
-void launch(CudaContext& ctx, const GatedDeltaParams& p) {
-  const RecurrentShape& s = p.shape;
-  if constexpr (std::is_same_v<Input, Stored>) {
-    if (s.key_dim == kHeadDim && s.value_dim == kHeadDim && s.num_taps == kTaps &&
-        has_vectors<Input>(p)) {
-      switch (s.num_value_heads / s.num_key_heads) {
-        case 1:
-          return launch_key_heads<KeyHeadVariant<Input, 1>>(ctx, p);
-        case 2:
-          return launch_key_heads<KeyHeadVariant<Input, 2>>(ctx, p);
-        case 3:
-          return launch_key_heads<KeyHeadVariant<Input, 3>>(ctx, p);
-        case kMaxHeadsOfKey:
-          return launch_key_heads<KeyHeadVariant<Input, kMaxHeadsOfKey>>(ctx, p);
-        default:
-          break;
-      }
-    }
-  }
-  if (std::max(s.key_dim, s.value_dim) <= kPiece) {
+void launch_rows(CudaContext& ctx, const GatedDeltaParams& p) {
+  if (std::max(p.shape.key_dim, p.shape.value_dim) <= kPiece) {
     launch_variant<Variant<Input, Stored, 16, 2>>(ctx, p);
   } else {
     launch_variant<Variant<Input, Stored, 32, 2>>(ctx, p);
   }
+}
+
+// Whether shared memory has room for all chunks of a sequence with `num_rows` rows.
+bool is_window(const GatedDeltaParams& p) {
+  const int32_t num_rows = p.record_table.block_size - 1 + p.max_rows_per_seq;
+  return (num_rows + kChunkRows - 1) / kChunkRows <= WindowVariant::kPlaces;
 }
 
 }  // namespace
@@ -98,9 +93,13 @@ void gated_delta(CudaContext& ctx, const GatedDeltaParams& p) {
                      p.entry_table.tokens_per_entry >= s.num_taps - 1 &&
                      p.entry_table.tokens_per_entry == p.record_table.block_size,
                  "a state for ", p.entry_table.tokens_per_entry, " tokens");
+  if (has_chunks(p)) {
+    if (is_window(p)) return launch_chunks<WindowVariant>(ctx, p);
+    return launch_chunks<PromptVariant>(ctx, p);
+  }
   with_element_type(p.dtype, "rows", [&](auto input) {
     with_element_type(p.records.dtype, "records",
-                      [&](auto stored) { launch<decltype(input), decltype(stored)>(ctx, p); });
+                      [&](auto stored) { launch_rows<decltype(input), decltype(stored)>(ctx, p); });
   });
 }
 

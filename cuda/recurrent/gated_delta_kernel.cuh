@@ -29,6 +29,7 @@
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "ops/recurrent.h"
+#include "recurrent/pass_rows.cuh"
 
 namespace paceline::cuda {
 namespace {
@@ -41,8 +42,6 @@ constexpr int32_t kSharers = 8;             // lanes of a column
 constexpr int32_t kGroups = 32 / kSharers;  // of lanes in a warp
 constexpr int32_t kPiece = 128;             // channels that a warp takes at once, four a lane
 constexpr int32_t kMaxBlocks = 8;           // of a cluster
-constexpr float kL2Eps = 1e-6f;
-constexpr float kLinearSoftplus = 20.0f;  // softplus(x) = x above
 
 // Input: elements of x, ba and y. Stored: of records. Heads have sizes up to the padded ones.
 template <class InputT, class StoredT, int32_t kLaneKeys, int32_t kLaneColumns>
@@ -97,50 +96,16 @@ struct SharedRows {
 
 // The rows of one value head of one sequence.
 template <class V>
-struct HeadRows {
-  using Input = typename V::Input;
-  using Stored = typename V::Stored;
-
-  const GatedDeltaParams& p;
+struct HeadRows : PassRows<typename V::Input, typename V::Stored> {
   int32_t value_head;
-  int32_t begin;     // the sequence's first row,
-  int32_t start;     // its position,
-  int32_t num_live;  // and the number of live rows
-  int32_t seq_slot;
-  int32_t first;  // position of the first row to replay
 
-  [[nodiscard]] __device__ __forceinline__ int32_t key_dim() const { return p.shape.key_dim; }
-  [[nodiscard]] __device__ __forceinline__ int32_t value_dim() const { return p.shape.value_dim; }
-  [[nodiscard]] __device__ __forceinline__ int32_t taps() const { return p.shape.num_taps; }
+  [[nodiscard]] __device__ __forceinline__ int32_t key_dim() const { return this->p.shape.key_dim; }
+  [[nodiscard]] __device__ __forceinline__ int32_t value_dim() const {
+    return this->p.shape.value_dim;
+  }
+  [[nodiscard]] __device__ __forceinline__ int32_t taps() const { return this->p.shape.num_taps; }
   [[nodiscard]] __device__ __forceinline__ int32_t num_blocks() const {
     return static_cast<int32_t>(gridDim.x);
-  }
-  [[nodiscard]] __device__ __forceinline__ int32_t end() const { return start + num_live; }
-  [[nodiscard]] __device__ __forceinline__ int32_t row_at(int32_t position) const {
-    return begin + (position - start);
-  }
-  [[nodiscard]] __device__ __forceinline__ std::byte* record_at(int64_t block,
-                                                                int32_t offset) const {
-    return p.records.base + block * p.records.block_bytes + p.records.k_offset +
-           int64_t{offset} * p.shape.record_width() * static_cast<int32_t>(sizeof(Stored));
-  }
-  // The inputs of a token: in x, or before the pass in its record; null before position 0.
-  [[nodiscard]] __device__ __forceinline__ const std::byte* inputs_at(int32_t position) const {
-    if (position < 0) return nullptr;
-    if (position >= start) {
-      return reinterpret_cast<const std::byte*>(static_cast<const Input*>(p.x) +
-                                                row_at(position) * p.x_stride);
-    }
-    const int32_t block_size = p.record_table.block_size;
-    const int32_t index = position / block_size;
-    const int32_t block = p.record_table.blocks[seq_slot * p.record_table.stride + index];
-    return record_at(block, position - index * block_size);
-  }
-  // The state's column of the entry in `block`.
-  [[nodiscard]] __device__ __forceinline__ float* entry_at(int64_t block, int32_t column) const {
-    std::byte* const entry = p.entries.base + block * p.entries.block_bytes + p.entries.k_offset;
-    return reinterpret_cast<float*>(entry) +
-           (int64_t{value_head} * value_dim() + column) * key_dim();
   }
 };
 
@@ -152,16 +117,6 @@ __device__ __forceinline__ float as_stored(float value) {
   } else {
     return widen(__float2bfloat16_rn(value));
   }
-}
-
-__device__ __forceinline__ float sigmoid_of(float x) {
-  return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-x)));
-}
-__device__ __forceinline__ float silu_of(float x) {
-  return __fdividef(x, __fadd_rn(1.0f, __expf(-x)));
-}
-__device__ __forceinline__ float softplus_of(float x) {
-  return x > kLinearSoftplus ? x : log1pf(expf(x));
 }
 
 // --- produce -------------------------------------------------------------------------------------
@@ -292,15 +247,10 @@ __device__ __forceinline__ void produce(const HeadRows<V>& head, const SharedRow
     b = as_stored<Stored>(widen(ba[head.value_head]));
     a = as_stored<Stored>(widen(ba[p.shape.num_value_heads + head.value_head]));
     scalars.entry = p.entry_slots[row];
-    const int64_t slot = p.record_slots[row];
-    if (slot >= p.records.block_size) {
-      const int64_t block = slot / p.records.block_size;
-      record = reinterpret_cast<Stored*>(
-          head.record_at(block, static_cast<int32_t>(slot - block * p.records.block_size)));
-      if (lane == 0) {
-        narrow(b, record + b_at);
-        narrow(a, record + a_at);
-      }
+    record = head.own_record(position, p.record_slots[row]);
+    if (record != nullptr && lane == 0) {
+      narrow(b, record + b_at);
+      narrow(a, record + a_at);
     }
   } else {
     const std::byte* const own = reinterpret_cast<const std::byte*>(
@@ -344,8 +294,7 @@ __device__ __forceinline__ void produce(const HeadRows<V>& head, const SharedRow
   }
 
   scalars.beta = sigmoid_of(b);
-  const float rate = -expf(p.a_log[head.value_head]);
-  scalars.decay = expf(__fmul_rn(rate, softplus_of(__fadd_rn(a, p.dt_bias[head.value_head]))));
+  scalars.decay = decay_of(a, p.a_log[head.value_head], p.dt_bias[head.value_head]);
   if (lane < num_blocks) {
     float4 values;
     memcpy(&values, &scalars, sizeof(values));
@@ -397,7 +346,7 @@ struct State {
 #pragma unroll
     for (int c = 0; c < V::kColumnsOfLane; ++c) {
       if (column + c >= head.value_dim()) break;
-      const float* const from = head.entry_at(block, column + c);
+      const float* const from = head.entry_at(block, head.value_head, column + c);
 #pragma unroll
       for (int i = 0; i < V::kKeysOfLane; i += 4) {
         float keys[4];
@@ -411,7 +360,7 @@ struct State {
 #pragma unroll
     for (int c = 0; c < V::kColumnsOfLane; ++c) {
       if (column + c >= head.value_dim()) break;
-      float* const to = head.entry_at(block, column + c);
+      float* const to = head.entry_at(block, head.value_head, column + c);
 #pragma unroll
       for (int i = 0; i < V::kKeysOfLane; i += 4) {
         const float keys[4] = {s[c][i], s[c][i + 1], s[c][i + 2], s[c][i + 3]};
@@ -566,24 +515,6 @@ __device__ __forceinline__ void finish(const HeadRows<V>& head, const SharedRows
 
 // --- the kernel ----------------------------------------------------------------------------------
 
-// The number of live rows, which come first.
-template <int32_t kNumWarps>
-__device__ __forceinline__ int32_t count_live(const int32_t* seq_slot, int32_t begin, int32_t end,
-                                              int32_t warp, int32_t lane) {
-  __shared__ int32_t counts[kNumWarps];
-  int32_t count = 0;
-  for (int32_t row = begin + static_cast<int32_t>(threadIdx.x); row < end; row += 32 * kNumWarps) {
-    count += seq_slot[row] >= 0 ? 1 : 0;
-  }
-  count = __reduce_add_sync(kAllLanes, count);
-  if (lane == 0) counts[warp] = count;
-  __syncthreads();
-  int32_t all = 0;
-#pragma unroll
-  for (const int32_t of_warp : counts) all += of_warp;
-  return all;
-}
-
 // Grid: blocks of a cluster, value heads, sequences.
 template <class V>
 __global__ void __launch_bounds__(kThreads)
@@ -596,33 +527,19 @@ __global__ void __launch_bounds__(kThreads)
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int32_t warp = thread / 32;
   const int32_t lane = thread % 32;
-  // Blocks of a cluster have the same sequence, and leave together.
-  if (sequence >= *p.num_seqs) return;
-  const int32_t begin = p.row_indptr[sequence];
-  const int32_t end = min(p.row_indptr[sequence + 1], *p.num_rows);
-  if (begin >= end) return;
-  const int32_t num_live = count_live<kWarps>(p.seq_slot, begin, end, warp, lane);
   const auto value_head = static_cast<int32_t>(blockIdx.y);
-  HeadRows<V> head = {p, value_head, begin, p.positions[begin], num_live, p.seq_slot[begin], 0};
-  const int32_t num_blocks = head.num_blocks();
-  for (int32_t row = begin + num_live + rank; row < end; row += num_blocks) {
-    for (int32_t i = thread; i < head.value_dim(); i += kThreads) {
-      narrow(0.0f, static_cast<typename V::Input*>(p.y) +
-                       (int64_t{row} * p.shape.num_value_heads + value_head) * head.value_dim() +
-                       i);
-    }
+  const auto num_blocks = static_cast<int32_t>(gridDim.x);
+  RowRange range;
+  // Blocks of a cluster have the same sequence, and leave together.
+  if (!find_rows<kWarps, typename V::Input>(p, sequence, value_head, rank, num_blocks, range)) {
+    return;
   }
-  if (num_live == 0) return;
+  const HeadRows<V> head = {{range, p}, value_head};
   cluster_arrive();
 
-  const int32_t tokens = p.entry_table.tokens_per_entry;
-  const int32_t block = head.start / tokens;
-  head.first = block * tokens;
   const bool is_producer = warp < kProducerWarps;
   State<V> state(warp - kProducerWarps, lane, rank);
-  if (!is_producer && block > 0) {
-    state.load(head, p.entry_table.blocks[head.seq_slot * p.entry_table.stride + block - 1]);
-  }
+  if (!is_producer && head.first > 0) state.load(head, head.first_entry());
   cluster_wait();  // all blocks have begun
 
   const SharedRows<V> rows = {shared, (V::kChunk + num_blocks - 1) / num_blocks};

@@ -94,7 +94,8 @@ inline void expect_pairs_equal_plain(
     const std::function<TargetAndDrafter(std::mt19937_64&, uint64_t)>& models_of_seed) {
   const uint64_t first_seed = seed_from_env(1);
   Tally tally;
-  for (uint64_t seed = first_seed; seed < first_seed + static_cast<uint64_t>(sizes.num_pairs); ++seed) {
+  for (uint64_t seed = first_seed; seed < first_seed + static_cast<uint64_t>(sizes.num_pairs);
+       ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     const Pick pick{random};

@@ -259,6 +259,37 @@ __global__ void reads_neighbour(int32_t* to, int32_t distance) {
   if (kWaitsAtTheEnd) cluster_barrier();
 }
 
+// Blocks that poll for what the other one sends, a number after the other.
+__global__ void sends_by_turns(int32_t* to) {
+  __shared__ uint64_t arrived;
+  __shared__ float number;
+  const auto rank = static_cast<int32_t>(blockIdx.x % 2);
+  if (threadIdx.x == 0) {
+    barrier_init(&arrived, 1);
+    number = 0;
+  }
+  cluster_barrier();
+  for (int32_t turn = 0; turn < 6; ++turn) {
+    if (turn % 2 == rank) {
+      if (threadIdx.x == 0) store_async(&number, 1 - rank, number + 1, &arrived);
+    } else {
+      if (threadIdx.x == 0) barrier_expect(&arrived, sizeof(float));
+      barrier_wait(&arrived, static_cast<uint32_t>(turn / 2 % 2));
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) to[blockIdx.x] = static_cast<int32_t>(number);
+  cluster_barrier();
+}
+
+TEST(Emulator, ABlockThatPollsLetsTheOthersOfItsClusterRun) {
+  for (uint64_t seed = 0; seed < 10; ++seed) {
+    std::vector<int32_t> to(4);
+    ASSERT_EQ(run(sends_by_turns, {.grid = 4, .block = 64, .cluster = 2}, seed, to.data()), "");
+    EXPECT_EQ(to, (std::vector<int32_t>{6, 5, 6, 5}));
+  }
+}
+
 TEST(Emulator, BlocksOfAClusterShareMemory) {
   const Shape shape = {.grid = 8, .block = 64, .cluster = 4};
   int32_t num_errors = 0;

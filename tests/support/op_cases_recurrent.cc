@@ -27,6 +27,8 @@ enum RecurrentPurpose : uint64_t { kInputs = 200, kGates, kRates, kStates, kPlac
 // What is small beside the sums of a long recurrence, and large beside an error in it.
 constexpr double kOutputBound = 1e-5;
 constexpr double kStateBound = 1e-5;
+// Tensor cores round k, S and what is added to it to the 11 bits of TF32.
+constexpr double kTf32StateBound = 1e-3;
 
 // Where the sequences lie. Block 0 of both pools is the null block, and NaN.
 struct Places {
@@ -272,7 +274,10 @@ OpInstance make_gated_delta(const RecurrentSpec& s, const RecurrentBatch& batch,
         }
       });
   entries.role = Role::kInOut;
-  entries.rms_bound = kStateBound;
+  entries.rms_bound = s.dtype == DType::kBFloat16 && s.records == DType::kBFloat16 &&
+                              shape.key_dim == 128 && shape.value_dim == 128
+                          ? kTf32StateBound
+                          : kStateBound;
   const Handle entries_at = op.add(std::move(entries));
 
   const auto constant = [&](const char* name, int64_t count, float offset, float scale) {

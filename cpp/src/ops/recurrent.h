@@ -16,15 +16,17 @@
 //
 // all in float32. Two stores of the KV cache make a rejected row harmless. Each token writes a
 // *record*, its u, b and a in the dtype of KV, and the row that completes a block of block_size
-// tokens writes the *state*, all S after it in float32, as the entry of this block. The first row of
-// a sequence in a pass reads the entry of the block before its own, and the records since then; so
-// what a rejected row has written is never read: a row at its position writes it anew first. A row
-// uses its own inputs as its record has them, so replaying records has the bits of going on, and the
-// bits of a row depend neither on the pass it is in nor on the block size.
+// tokens writes the *state*, all S after it in float32, as the entry of this block. The first row
+// of a sequence in a pass reads the entry of the block before its own, and the records since then;
+// so what a rejected row has written is never read: a row at its position writes it anew first. A
+// row uses its own inputs as its record has them, so replaying records has the bits of going on,
+// and the bits of a row do not depend on the pass it is in. On a CPU, and in float32 on a GPU, they
+// do not depend on the block size either; in bfloat16 on a GPU all block sizes that are multiples
+// of 16 give the same bits.
 //
-// Rows of a pass hand on S and their inputs to the next row. So a pass reads of its own rows neither
-// records nor entries, and where later passes need none of either, their blocks may be the null
-// block: nothing is written there.
+// Rows of a pass hand on S and their inputs to the next row. So a pass reads of its own rows
+// neither records nor entries, and where later passes need none of either, their blocks may be the
+// null block: nothing is written there.
 
 #include <cstdint>
 
@@ -75,23 +77,23 @@ struct GatedDeltaParams {
   const void* x;     // [max_rows, x_stride]
   int64_t x_stride;  // elements
   // b [num_value_heads], then a [num_value_heads]; dtype.
-  const void* ba;     // [max_rows, ba_stride]
-  int64_t ba_stride;  // elements
+  const void* ba;            // [max_rows, ba_stride]
+  int64_t ba_stride;         // elements
   const int32_t* positions;  // [max_rows] ascending by 1 in the rows of a sequence
-  const int32_t* seq_slot;   // [max_rows] row of the tables; -1: inert, y is zero. The inert rows of
-                             // a sequence follow its live ones
+  const int32_t* seq_slot;  // [max_rows] row of the tables; -1: inert, y is zero. The inert rows of
+                            // a sequence follow its live ones
   const int64_t* record_slots;  // [max_rows] block * block_size + offset of the row's own record
   BlockTable record_table;
   KvLayerView records;  // a token has record_width elements at k_offset
   // [max_rows] the block of the entry that the row completes; 0: it completes none
   const int64_t* entry_slots;
   BlockTable entry_table;  // block_size 1; tokens_per_entry is at least num_taps - 1
-  KvLayerView entries;     // an entry has state_width float32 elements at k_offset: [num_value_heads,
-                           // value_dim, key_dim]; block_size 1
-  const float* conv;       // [num_channels, num_taps]; the last tap meets the row itself
-  const float* a_log;      // [num_value_heads]
-  const float* dt_bias;    // [num_value_heads]
-  const float* norm;       // [value_dim]
+  KvLayerView entries;   // an entry has state_width float32 elements at k_offset: [num_value_heads,
+                         // value_dim, key_dim]; block_size 1
+  const float* conv;     // [num_channels, num_taps]; the last tap meets the row itself
+  const float* a_log;    // [num_value_heads]
+  const float* dt_bias;  // [num_value_heads]
+  const float* norm;     // [value_dim]
   float norm_eps;
   void* y;  // [max_rows, values_width] dtype
   RecurrentShape shape;

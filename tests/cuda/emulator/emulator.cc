@@ -173,15 +173,21 @@ void begin_cluster(const uint3& origin) {
   for (Block& block : m.blocks) save_shared(block);
 }
 
-// Runs the threads of a block, whose shared memory is in place, until all of them wait or end.
+// Runs the threads of a block, whose shared memory is in place, until all of them wait or end. In a
+// cluster, also until all that can run only poll: what they wait for may be another block's.
 void run_block(Block& block) {
   Machine& m = machine();
   blockIdx = block.index;
+  size_t num_polls = 0;  // in a row
   while (!block.runnable.empty() && m.error.empty()) {
     const auto at = random_below(static_cast<uint32_t>(block.runnable.size()));
     const uint32_t number = std::exchange(block.runnable[at], block.runnable.back());
     block.runnable.pop_back();
-    resume(block.threads[number]);
+    Thread& thread = block.threads[number];
+    thread.polls = false;
+    resume(thread);
+    num_polls = thread.polls ? num_polls + 1 : 0;
+    if (m.blocks.size() > 1 && num_polls > 2 * block.runnable.size()) break;
   }
   if (m.error.empty() && !kept_to_dynamic_shared()) {
     m.error = "block " + text_of(block.index) + " wrote beyond the " +
@@ -351,6 +357,7 @@ void let_others_run(const Place& place) {
   if (++self.num_tries > kMaxTries) {
     fail("waits at " + text_of(place) + " for a change of memory that does not come");
   }
+  self.polls = true;
   wake(self);
   yield();
 }

@@ -50,6 +50,7 @@ struct Thread {
   uint32_t num_groups = 0;  // of copies that have ended
   int32_t barrier = 0;
   uint32_t num_tries = 0;
+  bool polls = false;        // has called let_others_run since it ran
   bool has_arrived = false;  // in the cluster, and has not waited yet
   uint32_t arrived_in = 0;   // the phase of the cluster
 };

@@ -116,10 +116,51 @@ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint
   emulator::compute_together(&product, multiply, place);
 }
 
+constexpr float kBeforeTf32Cut = 1.0f + 0.72f / 2048.0f;
+struct Tf32Operand {
+  float values[4];
+};
+inline float before_tf32_cut(float x) { return x * kBeforeTf32Cut; }
+struct Tf32Product {
+  float* d;        // [4]
+  const float* a;  // [4]
+  float b[2];
+};
+inline void multiply_tf32(emulator::LaneArguments& lanes) {
+  // A tensor core ignores what TF32 does not have.
+  const auto value = [](float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); };
+  float a[16][8];
+  float b[8][8];
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const auto& product = *static_cast<const Tf32Product*>(lanes[lane]);
+    for (uint32_t part = 0; part < 4; ++part) {
+      a[lane / 4 + part % 2 * 8][lane % 4 + part / 2 * 4] = value(product.a[part]);
+    }
+    for (uint32_t part = 0; part < 2; ++part) {
+      b[lane % 4 + part * 4][lane / 4] = value(product.b[part]);
+    }
+  }
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const auto& product = *static_cast<const Tf32Product*>(lanes[lane]);
+    for (uint32_t i = 0; i < 4; ++i) {
+      double sum = product.d[i];
+      for (uint32_t k = 0; k < 8; ++k) {
+        sum += double{a[lane / 4 + i / 2 * 8][k]} * double{b[k][lane % 4 * 2 + i % 2]};
+      }
+      product.d[i] = static_cast<float>(sum);
+    }
+  }
+}
+inline void mma_16x8x8(const Tf32Operand& a, float b0, float b1, float (&d)[4],
+                       const emulator::Place& place = emulator::Place::current()) {
+  Tf32Product product = {d, a.values, {b0, b1}};
+  emulator::compute_together(&product, multiply_tf32, place);
+}
+
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
 
 inline void cluster_arrive() { emulator::arrive_in_cluster(); }
-inline void cluster_arrive_relaxed() { emulator::arrive_in_cluster(); }
 inline void cluster_wait(const emulator::Place& place = emulator::Place::current()) {
   emulator::wait_for_cluster(place);
 }

@@ -17,6 +17,7 @@ inline void sync_some_threads(const emulator::Place& place = emulator::Place::cu
 inline int32_t arrive_and_acquire(int32_t* counter) { return atomicAdd(counter, 1); }
 
 inline float in_register(float value) { return value; }
+inline int32_t in_register(int32_t value) { return value; }
 inline const float* in_register(const float* value) { return value; }
 
 }  // namespace paceline::cuda

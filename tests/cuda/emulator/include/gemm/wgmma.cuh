@@ -47,13 +47,25 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity,
   while (emulated(barrier).parity == parity) emulator::let_others_run(place);
 }
 
-inline void store_async(float* to, int32_t rank, float value, uint64_t* barrier) {
-  *static_cast<float*>(emulator::shared_of_block(to, rank)) = value;
-  auto& state = emulated(static_cast<uint64_t*>(emulator::shared_of_block(barrier, rank)));
+inline EmulatedBarrier& emulated_in_cluster(uint64_t* barrier, int32_t rank) {
+  return emulated(static_cast<uint64_t*>(emulator::shared_of_block(barrier, rank)));
+}
+template <class T>
+inline void store_async(T* to, int32_t rank, const T& value, uint64_t* barrier) {
+  *static_cast<T*>(emulator::shared_of_block(to, rank)) = value;
+  EmulatedBarrier& state = emulated_in_cluster(barrier, rank);
   state.num_bytes -= static_cast<int32_t>(sizeof(value));
   state.complete();
 }
-
+inline void barrier_arrive(uint64_t* barrier) {
+  --emulated(barrier).num_missing;
+  emulated(barrier).complete();
+}
+inline void barrier_arrive_in_cluster(uint64_t* barrier, int32_t rank) {
+  EmulatedBarrier& state = emulated_in_cluster(barrier, rank);
+  --state.num_missing;
+  state.complete();
+}
 inline constexpr uint64_t kEvictNormal = 0;
 
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t) {

@@ -1,0 +1,837 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The kernel of gated_delta for bfloat16, heads of 128 elements, four taps and blocks of whole
+// chunks: the chunked form of the rule (Yang et al., Gated Delta Networks, 2024), on tensor cores.
+//
+// A chunk has 16 positions, from a multiple of 16 on. With S the state before it, G_t the product
+// of the decays of its rows up to t, and G_tj that of the rows after j up to t, the rule is
+//
+//   d   = (I + M)^-1 b    b_t = beta_t (v_t - G_t S^T k_t),  M_tj = beta_t G_tj (k_t k_j) for j < t
+//   o_t = G_t S^T q_t + sum over j <= t of W_tj d_j,         W_tj = G_tj (q_t k_j)
+//   S'  = G_15 S + sum over j of G_15,j k_j d_j^T
+//
+// So a row depends on S and on the rows of its chunk up to it. Those before it are in the pass or
+// are replayed, all of them and in the same places of the same products. Hence its bits are the
+// same in every pass. Later rows meet factors of zero, and rows that the pass does not have are
+// zero.
+//
+// A chunk of a value head passes four steps:
+//   make     a warp convolves q, k and v of some rows, and normalises q and k
+//   relate   one warp makes (I + M)^-1, one W, and two arrange k by keys
+//   consume  a warp has 16 columns of S in registers, as the accumulators of products of 16 columns
+//            and 8 keys. These are operands of the next products as they are, since the keys' order
+//            in a sum is free: the tile (m, c) of S has in its column 2 t + e the key
+//            32 m + 8 t + 2 c + e.
+//   finish   the gated norm
+// For windows a block has a value head of a sequence. All its warps take each step in turn, for all
+// chunks; two blocks share a multiprocessor. For prompts a cluster of two blocks has it: one makes
+// chunks and sends them to the other one, four of whose warps relate the rows of a chunk while
+// eight consume and finish the chunk before it.
+//
+// Factors of products are cut to TF32; S and all sums are float32. The kernel reads records and
+// entries of positions before the sequence's first row only, and writes those of its rows. So no
+// block reads what another one writes.
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+#include "common/ordering.cuh"
+#include "common/reduce.cuh"
+#include "gemm/wgmma.cuh"
+#include "ops/recurrent.h"
+#include "recurrent/pass_rows.cuh"
+
+namespace paceline::cuda {
+namespace {
+
+constexpr int32_t kHeadDim = 128;
+constexpr int32_t kTaps = 4;
+constexpr int32_t kChunkRows = 16;
+constexpr float kQueryScale = 0.08838834764831845f;       // kHeadDim^-1/2
+constexpr int32_t kWarpColumns = 16;                      // of S
+constexpr int32_t kChunkWarps = kHeadDim / kWarpColumns;  // that consume
+constexpr int32_t kRelaters = 4;                          // warps that relate rows
+constexpr int32_t kWarpRows = kChunkRows / kChunkWarps;   // that a warp makes or finishes at a time
+// The rows g of the products' operands lie in different banks, and the rows 2 t of v.
+constexpr int32_t kRowFloats = kHeadDim + 4;
+
+using ChunkRowsOf = PassRows<__nv_bfloat16, __nv_bfloat16>;
+
+// A block that takes all steps.
+struct WindowVariant {
+  static constexpr bool kIsCluster = false;
+  static constexpr int32_t kNumWarps = kChunkWarps;
+  static constexpr int32_t kBlocks = 1;
+  static constexpr int32_t kPlaces = 2;  // chunks in shared memory: all there are
+  static constexpr int32_t kMinBlocks = 2;
+};
+// Block 0 of a cluster relates and consumes what block 1 makes.
+struct PromptVariant {
+  static constexpr bool kIsCluster = true;
+  static constexpr int32_t kNumWarps = kChunkWarps + kRelaters;
+  static constexpr int32_t kBlocks = 2;
+  static constexpr int32_t kPlaces = 3;
+  static constexpr int32_t kMinBlocks = 1;
+};
+
+// What is the same for all columns of a chunk. A value of each row, and the columns of `inverse`
+// and `weights`, are in the order of place_of.
+struct __align__(16) Chunk {
+  float q[kChunkRows][kRowFloats];
+  float k[kChunkRows][kRowFloats];
+  float v[kChunkRows][kRowFloats];    // then the outputs
+  float keys[kHeadDim][kChunkRows];   // k by keys; the rows as key_place says
+  float gates[kChunkRows][kHeadDim];  // silu(z), times the weights of the norm
+  float inverse[kChunkRows][kChunkRows];
+  float weights[kChunkRows][kChunkRows];
+  float from_start[kChunkRows];  // G_t
+  float to_end[kChunkRows];      // G_15,t
+  float beta[kChunkRows];
+  float b[kChunkRows];  // by row, as a
+  float a[kChunkRows];
+  int32_t entry;  // the block of the entry that the last row completes, or 0
+};
+
+// Shared memory of a block. The mbarriers are those of a cluster.
+template <class V>
+struct ChunkShared {
+  Chunk chunks[V::kPlaces];
+  RowRange range;
+  uint64_t are_made[V::kPlaces];     // in block 0: the bytes of a chunk
+  uint64_t are_related[V::kPlaces];  // in block 0
+  uint64_t are_free[V::kPlaces];     // in block 1: consumed by block 0
+};
+// What is sent of a row: q, k, v, the gate, b and a.
+constexpr uint32_t kSentBytes = sizeof(float) * (4 * kHeadDim + 2);
+
+// Rows 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, which lane t of a product needs, follow each other.
+__device__ __forceinline__ int32_t place_of(int32_t row) {
+  return row % 8 / 2 * 4 + row / 8 * 2 + row % 2;
+}
+
+// Where lane t finds its four rows of a key. Units of four rows change places with the key, so that
+// few lanes that write the same rows of different keys meet in a bank.
+__device__ __forceinline__ int32_t key_place(int32_t key, int32_t t) {
+  return 4 * (t ^ key / 4 % 4);
+}
+
+// --- make ----------------------------------------------------------------------------------------
+
+// Four channels of a lane as they are in memory.
+using RawChannels = uint2;
+
+__device__ __forceinline__ void widen_channels(const RawChannels& raw, float (&to)[4]) {
+  to[0] = __uint_as_float(raw.x << 16);
+  to[1] = __uint_as_float(raw.x & 0xffff0000u);
+  to[2] = __uint_as_float(raw.y << 16);
+  to[3] = __uint_as_float(raw.y & 0xffff0000u);
+}
+
+enum Part : int32_t { kQ, kK, kV, kNumParts };  // of the convolution
+
+// A value head and the channels of a lane in it and in its key head.
+struct HeadChannels {
+  int32_t value_head;
+  int32_t first[kNumParts];
+  int32_t z;
+  bool writes_keys;  // to the records
+
+  __device__ __forceinline__ HeadChannels(const RecurrentShape& s, int32_t head, int32_t lane)
+      : value_head(head) {
+    const int32_t heads_of_key = s.num_value_heads / s.num_key_heads;
+    first[kQ] = head / heads_of_key * kHeadDim + 4 * lane;
+    first[kK] = s.keys_width() + first[kQ];
+    first[kV] = 2 * s.keys_width() + head * kHeadDim + 4 * lane;
+    z = s.num_channels() + head * kHeadDim + 4 * lane;
+    writes_keys = head % heads_of_key == 0;
+  }
+};
+
+// What kRows rows are made of.
+template <int32_t kRows>
+struct RowSources {
+  static constexpr int32_t kTokens = kTaps + kRows - 1;
+  RawChannels u[kNumParts][kTokens];
+  RawChannels z[kRows];
+  int64_t slots[kRows];   // of their records
+  int32_t blocks[kRows];  // where these are, unless the slot is of the null block
+  __nv_bfloat16 b[kRows];
+  __nv_bfloat16 a[kRows];
+};
+
+__device__ __forceinline__ RawChannels load_channels(const __nv_bfloat16* from) {
+  return *reinterpret_cast<const RawChannels*>(from);
+}
+
+// Begins to read what the rows at `position` and after it are made of, by a warp.
+template <int32_t kRows>
+__device__ __forceinline__ void begin_rows(const ChunkRowsOf& rows, const HeadChannels& channels,
+                                           int32_t position, int32_t lane,
+                                           RowSources<kRows>& inputs) {
+  constexpr int32_t kTokens = RowSources<kRows>::kTokens;
+  const GatedDeltaParams& p = rows.p;
+  const int32_t end = rows.end();
+  const __nv_bfloat16* rates[kRows];  // in records
+  if (position - kTaps + 1 >= rows.start && position + kRows <= end) {
+    const __nv_bfloat16* token =
+        static_cast<const __nv_bfloat16*>(p.x) + rows.row_at(position - kTaps + 1) * p.x_stride;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i, token += p.x_stride) {
+#pragma unroll
+      for (int part = 0; part < kNumParts; ++part) {
+        inputs.u[part][i] = load_channels(token + channels.first[part]);
+      }
+    }
+  } else {
+    // A lane for each token finds the inputs.
+    const std::byte* found = nullptr;
+    const int32_t of_lane = position - kTaps + 1 + lane;
+    if (lane < kTokens && of_lane < end) found = rows.inputs_at(of_lane);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      const auto* const token = reinterpret_cast<const __nv_bfloat16*>(
+          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(found), i));
+#pragma unroll
+      for (int part = 0; part < kNumParts; ++part) {
+        inputs.u[part][i] = {};
+        if (token != nullptr) inputs.u[part][i] = load_channels(token + channels.first[part]);
+      }
+      if (i >= kTaps - 1) rates[i - kTaps + 1] = token + p.shape.num_channels();
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    inputs.slots[r] = 0;
+    inputs.blocks[r] = 0;
+    inputs.z[r] = {};
+    if (position + r >= end) continue;
+    if (position + r >= rows.start) {
+      const int32_t row = rows.row_at(position + r);
+      inputs.z[r] =
+          load_channels(static_cast<const __nv_bfloat16*>(p.x) + row * p.x_stride + channels.z);
+      rates[r] = static_cast<const __nv_bfloat16*>(p.ba) + row * p.ba_stride;
+      inputs.slots[r] = p.record_slots[row];
+      inputs.blocks[r] = rows.record_block(position + r);
+    }
+    inputs.b[r] = rates[r][channels.value_head];
+    inputs.a[r] = rates[r][p.shape.num_value_heads + channels.value_head];
+  }
+}
+
+__device__ __forceinline__ float product_of(const float (&a)[4], const float (&b)[4]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum = __fmaf_rn(a[i], b[i], sum);
+  return warp_sum(sum);
+}
+
+// The chunk that rows are made for: this block's, or that of block 0 of the cluster.
+template <bool kIsRemote>
+struct ChunkTarget {
+  Chunk& chunk;
+  uint64_t* are_made;
+
+  template <class T>
+  __device__ __forceinline__ void send(T* to, const T& value) const {
+    if constexpr (kIsRemote) {
+      store_async(to, 0, value, are_made);
+    } else {
+      *to = value;
+    }
+  }
+  __device__ __forceinline__ void send_channels(float* to, const float (&x)[4]) const {
+    send(reinterpret_cast<float4*>(to), float4{x[0], x[1], x[2], x[3]});
+  }
+};
+
+// Convolves a part of kRows rows.
+template <Part kPart, int32_t kRows>
+__device__ __forceinline__ void convolve(const float* conv, const RowSources<kRows>& inputs,
+                                         float (&x)[kRows][4]) {
+  float weights[4][kTaps];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_vector(conv + i * kTaps, weights[i]);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (float& value : x[r]) value = 0.0f;
+  }
+#pragma unroll
+  for (int token = 0; token < RowSources<kRows>::kTokens; ++token) {
+    float u[4];
+    widen_channels(inputs.u[kPart][token], u);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (token < r || token >= r + kTaps) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[r][i] = __fmaf_rn(weights[i][token - r], u[i], x[r][i]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (float& value : x[r]) value = silu_of(value);
+  }
+}
+
+// Makes q, k, v, b, a and the gate of kRows rows, and writes their records. Those of the rows that
+// the pass does not have are zero.
+template <class Target, int32_t kRows>
+__device__ __forceinline__ void make_rows(const ChunkRowsOf& rows, const HeadChannels& channels,
+                                          int32_t position, int32_t lane,
+                                          const RowSources<kRows>& inputs, const Target& target) {
+  const GatedDeltaParams& p = rows.p;
+  Chunk& chunk = target.chunk;
+  const int32_t first_row = position % kChunkRows;
+  const int32_t num_known = min(max(rows.end() - position, 0), kRows);
+  // All is computed before anything is stored, since a store keeps the compiler from loading ahead.
+  float q[kRows][4];
+  float k[kRows][4];
+  float v[kRows][4];
+  float gates[kRows][4];
+  if (num_known > 0) {
+    convolve<kQ>(p.conv + int64_t{channels.first[kQ]} * kTaps, inputs, q);
+    convolve<kK>(p.conv + int64_t{channels.first[kK]} * kTaps, inputs, k);
+    convolve<kV>(p.conv + int64_t{channels.first[kV]} * kTaps, inputs, v);
+    float norm[4];
+    load_vector(p.norm + 4 * lane, norm);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float q_scale = __fmul_rn(rsqrtf(__fadd_rn(product_of(q[r], q[r]), kL2Eps)),
+                                      kBeforeTf32Cut * kQueryScale);
+      const float k_scale =
+          __fmul_rn(rsqrtf(__fadd_rn(product_of(k[r], k[r]), kL2Eps)), kBeforeTf32Cut);
+      widen_channels(inputs.z[r], gates[r]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        q[r][i] = __fmul_rn(q[r][i], q_scale);
+        k[r][i] = __fmul_rn(k[r][i], k_scale);
+        gates[r][i] = __fmul_rn(norm[i], silu_of(gates[r][i]));
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int32_t row = first_row + r;
+    const bool is_known = r < num_known;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (is_known) continue;
+      q[r][i] = k[r][i] = v[r][i] = gates[r][i] = 0.0f;
+    }
+    target.send_channels(chunk.q[row] + 4 * lane, q[r]);
+    target.send_channels(chunk.k[row] + 4 * lane, k[r]);
+    target.send_channels(chunk.v[row] + 4 * lane, v[r]);
+    target.send_channels(chunk.gates[row] + 4 * lane, gates[r]);
+    if (lane == 0) {
+      target.send(&chunk.b[row], is_known ? widen(inputs.b[r]) : negative_infinity());  // beta = 0
+      target.send(&chunk.a[row], is_known ? widen(inputs.a[r]) : 0.0f);
+    }
+    if (inputs.slots[r] < p.records.block_size) continue;  // the null block
+    auto* const record =
+        reinterpret_cast<__nv_bfloat16*>(rows.record_in(inputs.blocks[r], position + r));
+#pragma unroll
+    for (int part = 0; part < kNumParts; ++part) {
+      if (part != kV && !channels.writes_keys) continue;
+      *reinterpret_cast<RawChannels*>(record + channels.first[part]) =
+          inputs.u[part][kTaps - 1 + r];
+    }
+    if (lane == 0) {
+      __nv_bfloat16* const rates = record + p.shape.num_channels() + channels.value_head;
+      rates[0] = inputs.b[r];
+      rates[p.shape.num_value_heads] = inputs.a[r];
+    }
+  }
+}
+
+// --- relate --------------------------------------------------------------------------------------
+
+// The products of the rows of `left` with those of `right`, to `to`. By a warp.
+__device__ __forceinline__ void multiply_rows(const float (&left)[kChunkRows][kRowFloats],
+                                              const float (&right)[kChunkRows][kRowFloats],
+                                              int32_t lane, float (&to)[kChunkRows][kChunkRows]) {
+  const int32_t g = lane / 4;
+  const int32_t t = lane % 4;
+  float sums[2][2][4] = {};  // of even and of odd products
+#pragma unroll
+  for (int m = 0; m < kHeadDim / 32; ++m) {
+    float a[2][8];
+    float b[2][8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_vector(left[8 * half + g] + 32 * m + 8 * t, a[half]);
+      load_vector(right[8 * half + g] + 32 * m + 8 * t, b[half]);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mma_16x8x8({a[0][2 * c], a[1][2 * c], a[0][2 * c + 1], a[1][2 * c + 1]}, b[half][2 * c],
+                   b[half][2 * c + 1], sums[c % 2][half]);
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      to[g + i / 2 * 8][8 * half + 2 * t + i % 2] = __fadd_rn(sums[0][half][i], sums[1][half][i]);
+    }
+  }
+  __syncwarp();
+}
+
+// The constants of a value head.
+struct HeadRates {
+  float a_log;
+  float dt_bias;
+};
+
+// Makes beta, from_start, to_end and (I + M)^-1, by a warp. A lane has a column.
+__device__ __forceinline__ void make_inverse(Chunk& chunk, const HeadRates& rates, int32_t lane) {
+  const int32_t column = lane % kChunkRows;
+  const float decay = decay_of(chunk.a[column], rates.a_log, rates.dt_bias);  // of the row
+  const float beta = sigmoid_of(chunk.b[column]);
+  if (lane < kChunkRows) chunk.beta[place_of(column)] = beta;
+  multiply_rows(chunk.k, chunk.k, lane, chunk.inverse);
+  // Lanes 16 on make the decay from the start.
+  const bool is_start = lane >= kChunkRows;
+  float decay_after = is_start ? 1.0f : 0.0f;  // of the rows after the column's up to the row
+  float factors[kChunkRows];
+#pragma unroll
+  for (int row = 0; row < kChunkRows; ++row) {
+    decay_after = __fmul_rn(decay_after, __shfl_sync(kAllLanes, decay, row));
+    const float product = chunk.inverse[row][column];
+    factors[row] = 0.0f;
+    if (!is_start && row == column) decay_after = 1.0f;
+    if (row > column) {
+      factors[row] = __fmul_rn(chunk.beta[place_of(row)], __fmul_rn(decay_after, product));
+    }
+    if (lane == kChunkRows) chunk.from_start[place_of(row)] = decay_after;
+  }
+  if (!is_start) chunk.to_end[place_of(column)] = decay_after;
+  __syncwarp();
+  // M by columns, in the memory of the products.
+  if (!is_start) store_vector(factors, chunk.inverse[column]);
+  __syncwarp();
+  float inverse[kChunkRows];
+#pragma unroll
+  for (int row = 0; row < kChunkRows; ++row) inverse[row] = row == column ? 1.0f : 0.0f;
+#pragma unroll
+  for (int j = 0; j + 1 < kChunkRows; ++j) {
+    float of_j[kChunkRows];
+#pragma unroll
+    for (int row = (j + 1) / 4 * 4; row < kChunkRows; row += 4) {
+      float four[4];
+      load_vector(chunk.inverse[j] + row, four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of_j[row + i] = four[i];
+    }
+#pragma unroll
+    for (int row = j + 1; row < kChunkRows; ++row) {
+      inverse[row] = __fmaf_rn(-of_j[row], inverse[j], inverse[row]);
+    }
+  }
+  __syncwarp();
+  if (is_start) return;
+#pragma unroll
+  for (int row = 0; row < kChunkRows; ++row) {
+    chunk.inverse[row][place_of(column)] = before_tf32_cut(inverse[row]);
+  }
+}
+
+// Makes W, by a warp. A lane has a column.
+__device__ __forceinline__ void make_weights(Chunk& chunk, const HeadRates& rates, int32_t lane) {
+  const int32_t column = lane % kChunkRows;
+  const float decay = decay_of(chunk.a[column], rates.a_log, rates.dt_bias);  // of the row
+  multiply_rows(chunk.q, chunk.k, lane, chunk.weights);
+  float weights[kChunkRows];
+  float decay_after = 0.0f;
+#pragma unroll
+  for (int row = 0; row < kChunkRows; ++row) {
+    decay_after = __fmul_rn(decay_after, __shfl_sync(kAllLanes, decay, row));
+    if (row == column) decay_after = 1.0f;
+    weights[row] = before_tf32_cut(__fmul_rn(decay_after, chunk.weights[row][column]));
+    if (row < column) weights[row] = 0.0f;
+  }
+  __syncwarp();
+  if (lane >= kChunkRows) return;
+#pragma unroll
+  for (int row = 0; row < kChunkRows; ++row) {
+    chunk.weights[row][place_of(column)] = weights[row];
+  }
+}
+
+// Arranges k by keys: the part of warp `warp` of `num_warps`.
+__device__ __forceinline__ void arrange_keys(Chunk& chunk, int32_t warp, int32_t num_warps,
+                                             int32_t lane) {
+  for (int32_t key = 32 * warp + lane; key < kHeadDim; key += 32 * num_warps) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      // Of the rows at places 4 t on.
+      const float four[4] = {chunk.k[2 * t][key], chunk.k[2 * t + 1][key], chunk.k[8 + 2 * t][key],
+                             chunk.k[9 + 2 * t][key]};
+      store_vector(four, chunk.keys[key] + key_place(key, t));
+    }
+  }
+}
+
+// What all columns need of the rows of the chunk from position `first` on. By kRelaters warps.
+__device__ __forceinline__ void relate(const ChunkRowsOf& rows, const HeadRates& rates,
+                                       int32_t first, int32_t warp, int32_t lane, Chunk& chunk) {
+  if (warp == 0) {
+    make_inverse(chunk, rates, lane);
+  } else if (warp == 1) {
+    make_weights(chunk, rates, lane);
+  } else if (warp < kRelaters) {
+    if (warp == 2 && lane == 0) {
+      const int32_t last = first + kChunkRows - 1;
+      const bool has_entry = last >= rows.start && last < rows.end();
+      chunk.entry = has_entry ? static_cast<int32_t>(rows.p.entry_slots[rows.row_at(last)]) : 0;
+    }
+    arrange_keys(chunk, warp - 2, kRelaters - 2, lane);
+  }
+}
+
+// --- consume -------------------------------------------------------------------------------------
+
+// Two adjacent tiles of eight rows by this warp's columns: i % 2 of a lane's row 2 t, i / 2 * 8 of
+// its column g.
+using RowTiles = float[2][4];
+
+__device__ __forceinline__ Tf32Operand operand_of(const float (&tile)[4]) {
+  return {before_tf32_cut(tile[0]), before_tf32_cut(tile[2]), before_tf32_cut(tile[1]),
+          before_tf32_cut(tile[3])};
+}
+
+// Where a lane is in the products of its warp.
+struct LanePlace {
+  int32_t g;
+  int32_t t;
+  int32_t column;  // of S, the first of two
+
+  __device__ __forceinline__ LanePlace(int32_t warp, int32_t lane)
+      : g(lane / 4), t(lane % 4), column(warp * kWarpColumns + g) {}
+};
+
+// 16 columns of S: s[m][c][2 * h + e] is the key 32 m + 8 t + 2 c + e of column g + 8 h.
+struct WarpState {
+  float s[kHeadDim / 32][4][4] = {};
+
+  __device__ __forceinline__ void load(const ChunkRowsOf& rows, int32_t value_head, int64_t block,
+                                       const LanePlace& at) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float* const from = rows.entry_at(block, value_head, at.column + 8 * h) + 8 * at.t;
+#pragma unroll
+      for (int m = 0; m < kHeadDim / 32; ++m) {
+#pragma unroll
+        for (int c = 0; c < 4; c += 2) {
+          float keys[4];
+          load_vector(from + 32 * m + 2 * c, keys);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[m][c + i / 2][2 * h + i % 2] = keys[i];
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void store(const ChunkRowsOf& rows, int32_t value_head, int64_t block,
+                                        const LanePlace& at) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float* const to = rows.entry_at(block, value_head, at.column + 8 * h) + 8 * at.t;
+#pragma unroll
+      for (int m = 0; m < kHeadDim / 32; ++m) {
+#pragma unroll
+        for (int c = 0; c < 4; c += 2) {
+          store_global_16(to + 32 * m + 2 * c, s[m][c][2 * h], s[m][c][2 * h + 1],
+                          s[m][c + 1][2 * h], s[m][c + 1][2 * h + 1]);
+        }
+      }
+    }
+  }
+
+  // The products with k and with q of all rows.
+  __device__ __forceinline__ void read(const Chunk& chunk, const LanePlace& at, RowTiles& with_k,
+                                       RowTiles& with_q) const {
+#pragma unroll
+    for (int m = 0; m < kHeadDim / 32; ++m) {
+#pragma unroll
+      for (int c = 0; c < 4; c += 2) {
+        float k[2][4];
+        float q[2][4];
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          const int32_t key = 32 * m + 8 * at.t + 2 * c;
+          load_vector(chunk.k[8 * tile + at.g] + key, k[tile]);
+          load_vector(chunk.q[8 * tile + at.g] + key, q[tile]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const Tf32Operand a = operand_of(s[m][c + i]);
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            mma_16x8x8(a, k[tile][2 * i], k[tile][2 * i + 1], with_k[tile]);
+            mma_16x8x8(a, q[tile][2 * i], q[tile][2 * i + 1], with_q[tile]);
+          }
+        }
+      }
+    }
+  }
+
+  // The state after the chunk.
+  __device__ __forceinline__ void advance(const Chunk& chunk, const LanePlace& at,
+                                          const RowTiles& corrections) {
+    float to_end[4];
+    load_vector(chunk.to_end + 4 * at.t, to_end);
+    Tf32Operand a[2];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float scaled[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scaled[i] = __fmul_rn(corrections[tile][i], to_end[2 * tile + i % 2]);
+      }
+      a[tile] = operand_of(scaled);
+    }
+    const float decay = chunk.from_start[place_of(kChunkRows - 1)];
+    // Key 32 m + 2 c + first_key: its key_place depends on c / 2 alone.
+    const int32_t first_key = 8 * (at.g / 2) + at.g % 2;
+    const float* keys[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      keys[half] = chunk.keys[first_key] + key_place(first_key + 4 * half, at.t);
+    }
+#pragma unroll
+    for (int m = 0; m < kHeadDim / 32; ++m) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float k[4];
+        load_vector(keys[c / 2] + (32 * m + 2 * c) * kChunkRows, k);
+#pragma unroll
+        for (float& value : s[m][c]) value = __fmul_rn(value, decay);
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          mma_16x8x8(a[tile], k[2 * tile], k[2 * tile + 1], s[m][c]);
+        }
+      }
+    }
+  }
+};
+
+// The products of the rows' factors (place_of) with `rows`, added to `to`.
+__device__ __forceinline__ void mix_rows(const float (&factors)[kChunkRows][kChunkRows],
+                                         const Tf32Operand (&rows)[2], const LanePlace& at,
+                                         RowTiles& to) {
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    float of_row[4];
+    load_vector(factors[8 * tile + at.g] + 4 * at.t, of_row);
+    mma_16x8x8(rows[0], of_row[0], of_row[1], to[tile]);
+    mma_16x8x8(rows[1], of_row[2], of_row[3], to[tile]);
+  }
+}
+
+// From the products with S: the corrections d of the chunk's rows, and their outputs, in the place
+// of v.
+__device__ __forceinline__ void correct(Chunk& chunk, const LanePlace& at, const RowTiles& reads,
+                                        RowTiles& outputs, RowTiles& corrections) {
+  float from_start[4];
+  float beta[4];
+  load_vector(chunk.from_start + 4 * at.t, from_start);
+  load_vector(chunk.beta + 4 * at.t, beta);
+  Tf32Operand rows[2];
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    float wanted[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int of_lane = 2 * tile + i % 2;
+      const float v = chunk.v[8 * tile + 2 * at.t + i % 2][at.column + i / 2 * 8];
+      wanted[i] = __fmul_rn(beta[of_lane], __fmaf_rn(-from_start[of_lane], reads[tile][i], v));
+      outputs[tile][i] = __fmul_rn(from_start[of_lane], outputs[tile][i]);
+    }
+    rows[tile] = operand_of(wanted);
+  }
+  mix_rows(chunk.inverse, rows, at, corrections);
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) rows[tile] = operand_of(corrections[tile]);
+  mix_rows(chunk.weights, rows, at, outputs);
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      chunk.v[8 * tile + 2 * at.t + i % 2][at.column + i / 2 * 8] = outputs[tile][i];
+    }
+  }
+}
+
+// --- finish --------------------------------------------------------------------------------------
+
+// The gated norm of kWarpRows rows, by a warp.
+__device__ __forceinline__ void finish_rows(const ChunkRowsOf& rows, int32_t value_head,
+                                            int32_t position, int32_t lane, const Chunk& chunk) {
+  const GatedDeltaParams& p = rows.p;
+#pragma unroll
+  for (int r = 0; r < kWarpRows; ++r) {
+    if (position + r < rows.start || position + r >= rows.end()) continue;
+    const int32_t row = position % kChunkRows + r;
+    float x[4];
+    float gate[4];
+    load_vector(chunk.v[row] + 4 * lane, x);
+    load_vector(chunk.gates[row] + 4 * lane, gate);
+    const float mean = __fmul_rn(product_of(x, x), 1.0f / kHeadDim);  // exact, a power of two
+    const float factor = rsqrtf(__fadd_rn(mean, p.norm_eps));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], factor), gate[i]);
+    store_vector(
+        x,
+        static_cast<__nv_bfloat16*>(p.y) +
+            (int64_t{rows.row_at(position + r)} * p.shape.num_value_heads + value_head) * kHeadDim +
+            4 * lane);
+  }
+}
+
+// --- the kernel ----------------------------------------------------------------------------------
+
+// The outputs of chunk `index`, and the state after it if something needs it. By kChunkWarps warps.
+__device__ __forceinline__ void consume_and_finish(const ChunkRowsOf& rows, int32_t value_head,
+                                                   int32_t index, int32_t warp, int32_t lane,
+                                                   Chunk& chunk, WarpState& state) {
+  const LanePlace at(warp, lane);
+  const int32_t first = rows.first + index * kChunkRows;
+  RowTiles reads = {};
+  RowTiles outputs = {};
+  state.read(chunk, at, reads, outputs);
+  RowTiles corrections = {};
+  correct(chunk, at, reads, outputs, corrections);
+  const int32_t entry = chunk.entry;
+  __syncwarp();  // so that the compiler does not mix the steps, which takes registers
+  if (entry > 0 || first + kChunkRows < rows.end()) state.advance(chunk, at, corrections);
+  if (entry > 0) state.store(rows, value_head, entry, at);
+  sync_some_threads<1, 32 * kChunkWarps>();
+  if (first + warp * kWarpRows < rows.end()) {
+    finish_rows(rows, value_head, first + warp * kWarpRows, lane, chunk);
+  }
+}
+
+// Grid: blocks of a cluster, value heads, sequences.
+template <class V>
+__global__ void __launch_bounds__(32 * V::kNumWarps, V::kMinBlocks)
+    chunk_kernel(const __grid_constant__ GatedDeltaParams p) {
+  extern __shared__ __align__(16) std::byte shared[];
+  auto& own = *reinterpret_cast<ChunkShared<V>*>(shared);
+  let_successor_start();
+  wait_for_predecessor();
+  const auto rank = static_cast<int32_t>(blockIdx.x);
+  const auto value_head = static_cast<int32_t>(blockIdx.y);
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  // Tells the compiler that a warp has one number, so that it does not provide for divergence.
+  const int32_t warp = __shfl_sync(kAllLanes, thread / 32, 0);
+  const int32_t lane = thread % 32;
+  RowRange range;
+  // Blocks of a cluster have the same sequence, and leave together.
+  if (!find_rows<V::kNumWarps, __nv_bfloat16>(p, static_cast<int32_t>(blockIdx.z), value_head, rank,
+                                              V::kBlocks, range)) {
+    return;
+  }
+  if (thread == 0) own.range = range;  // for consumers, whose registers have no room for it
+  const ChunkRowsOf rows(range, p);
+  const HeadChannels channels(p.shape, value_head, lane);
+  const HeadRates rates = {p.a_log[value_head], p.dt_bias[value_head]};
+  const int32_t num_chunks = (rows.end() - rows.first + kChunkRows - 1) / kChunkRows;
+  const int32_t entry = rows.first > 0 ? rows.first_entry() : 0;
+  if (rows.first > 0 && rank == 0) {
+    constexpr int32_t kLine = 32;  // floats
+    const float* const from = rows.entry_at(entry, value_head, 0);
+    for (int32_t i = thread; i < kHeadDim * kHeadDim / kLine; i += 32 * V::kNumWarps) {
+      prefetch_to_l2(from + i * kLine);
+    }
+  }
+
+  if constexpr (!V::kIsCluster) {
+    for (int32_t i = 0; i < num_chunks; ++i) {
+      const int32_t position = rows.first + i * kChunkRows + warp * kWarpRows;
+      RowSources<kWarpRows> inputs;
+      begin_rows(rows, channels, position, lane, inputs);
+      make_rows(rows, channels, position, lane, inputs, ChunkTarget<false>{own.chunks[i], nullptr});
+    }
+    __syncthreads();
+    for (int32_t i = 0; i < num_chunks; ++i) {
+      // Another warp begins with each chunk.
+      relate(rows, rates, rows.first + i * kChunkRows, (warp + kRelaters * i) % kChunkWarps, lane,
+             own.chunks[i]);
+    }
+    WarpState state;
+    if (rows.first > 0) state.load(rows, value_head, entry, LanePlace(warp, lane));
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t i = 0; i < num_chunks; ++i) {
+      const ChunkRowsOf same_rows(own.range, p);
+      consume_and_finish(same_rows, value_head, i, warp, in_register(lane), own.chunks[i], state);
+    }
+  } else {
+    if (thread < V::kPlaces) {
+      barrier_init(own.are_made + thread, 1);
+      barrier_init(own.are_related + thread, kRelaters);
+      barrier_init(own.are_free + thread, kChunkWarps);
+      barrier_init_fence();
+    }
+    cluster_barrier();
+    if (rank == 1) {
+      // Pairs of rows go to the warps by turns.
+      const int32_t num_rows = num_chunks * kChunkRows;
+      constexpr int32_t kStep = V::kNumWarps * kWarpRows;
+      int32_t row = warp * kWarpRows;
+      RowSources<kWarpRows> inputs;
+      begin_rows(rows, channels, rows.first + row, lane, inputs);
+#pragma unroll 1
+      for (; row < num_rows; row += kStep) {
+        RowSources<kWarpRows> next;
+        if (row + kStep < num_rows) {
+          begin_rows(rows, channels, rows.first + row + kStep, lane, next);
+        }
+        const int32_t place = row / kChunkRows % V::kPlaces;
+        const int32_t turn = row / kChunkRows / V::kPlaces;
+        if (turn > 0) barrier_wait(own.are_free + place, static_cast<uint32_t>(turn - 1) % 2);
+        make_rows(rows, channels, rows.first + row, lane, inputs,
+                  ChunkTarget<true>{own.chunks[place], own.are_made + place});
+        inputs = next;
+      }
+    } else if (warp >= kChunkWarps) {
+#pragma unroll 1
+      for (int32_t i = 0; i < num_chunks; ++i) {
+        const int32_t place = i % V::kPlaces;
+        if (thread == 32 * kChunkWarps) {
+          barrier_expect(own.are_made + place, kChunkRows * kSentBytes);
+        }
+        barrier_wait(own.are_made + place, static_cast<uint32_t>(i / V::kPlaces) % 2);
+        relate(rows, rates, rows.first + i * kChunkRows, warp - kChunkWarps, lane,
+               own.chunks[place]);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(own.are_related + place);
+      }
+    } else {
+      WarpState state;
+      if (rows.first > 0) state.load(rows, value_head, entry, LanePlace(warp, lane));
+#pragma unroll 1
+      for (int32_t i = 0; i < num_chunks; ++i) {
+        const int32_t place = i % V::kPlaces;
+        barrier_wait(own.are_related + place, static_cast<uint32_t>(i / V::kPlaces) % 2);
+        const ChunkRowsOf same_rows(own.range, p);
+        consume_and_finish(same_rows, value_head, i, warp, in_register(lane), own.chunks[place],
+                           state);
+        __syncwarp();
+        if (lane == 0) barrier_arrive_in_cluster(own.are_free + place, 1);
+      }
+    }
+    cluster_barrier();  // no block leaves while the other one writes to its memory
+  }
+}
+
+}  // namespace
+}  // namespace paceline::cuda
