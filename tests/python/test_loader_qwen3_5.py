@@ -264,6 +264,21 @@ def test_interleaved_projections_are_split_by_key_head() -> None:
     np.testing.assert_array_equal(found["layers.0.attn.a.weight"], pairs[:, 3:].reshape(6, 64))
 
 
+def expect_same_weights_everywhere(path: Path, folder: Path) -> None:
+    """A checkpoint gives the same bytes as files, as a state dict and converted to `folder`."""
+    from paceline import _core
+    from paceline.loader import StateDict
+
+    loaded = load_checkpoint(path, progress=False)
+    read = _core.load_model_folder(str(convert.convert(path, folder, progress=False))).target
+    assert bytes(read.arena()) == bytes(loaded.model.arena())
+    assert loaded.hf_config is not None
+    memory = StateDict(loaded.hf_config, load_tensors(path), "state_dict")
+    assert bytes(load_checkpoint(memory, progress=False).model.arena()) == bytes(
+        loaded.model.arena()
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     "spec",
@@ -273,19 +288,7 @@ def test_interleaved_projections_are_split_by_key_head() -> None:
 def test_files_state_dicts_and_folders_give_the_same_weights(
     spec: TinySpec, dtype: str, tmp_path: Path
 ) -> None:
-    from paceline import _core
-    from paceline.loader import StateDict
-
-    path = make(replace(spec, dtype=dtype, head_dim=32))
-    loaded = load_checkpoint(path, progress=False)
-    folder = convert.convert(path, tmp_path / "out", progress=False)
-    read = _core.load_model_folder(str(folder)).target
-    assert bytes(read.arena()) == bytes(loaded.model.arena())
-    assert loaded.hf_config is not None
-    memory = StateDict(loaded.hf_config, load_tensors(path), "state_dict")
-    assert bytes(load_checkpoint(memory, progress=False).model.arena()) == bytes(
-        loaded.model.arena()
-    )
+    expect_same_weights_everywhere(make(replace(spec, dtype=dtype, head_dim=32)), tmp_path / "out")
 
 
 def test_the_decay_does_not_choose_the_dtype() -> None:

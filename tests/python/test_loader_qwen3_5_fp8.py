@@ -16,12 +16,18 @@ import qwen3_5_mtp
 from errors import raises
 from paceline import LLM, SamplingParams, loader
 from paceline._core import ModelFileError
-from paceline.loader import convert, families, hf_config
+from paceline.loader import families, hf_config
 from paceline.loader.checkpoint import open_checkpoint
 from paceline.loader.drafter_checkpoint import open_drafter
-from paceline.loader.load import load_checkpoint
 from quantized_models import METHODS, quantization_config
-from test_loader_qwen3_5 import DENSE, MOE, NEXT, QWEN3_5_27B, QWEN3_6_35B
+from test_loader_qwen3_5 import (
+    DENSE,
+    MOE,
+    NEXT,
+    QWEN3_5_27B,
+    QWEN3_6_35B,
+    expect_same_weights_everywhere,
+)
 from tiny_models import (
     QWEN3_5,
     TinyDelta,
@@ -187,20 +193,9 @@ def test_scales_are_those_of_the_rows() -> None:
 def test_files_state_dicts_and_folders_give_the_same_weights(
     family: str, method: str, tmp_path: Path
 ) -> None:
-    from paceline import _core
-    from paceline.loader import StateDict
-
     path = make(replace(SPECS[family], quantization=method, dtype="bfloat16"))
-    loaded = load_checkpoint(path, progress=False)
     assert open_checkpoint(path).weight_dtype == "bfloat16"
-    folder = convert.convert(path, tmp_path / "out", progress=False)
-    read = _core.load_model_folder(str(folder)).target
-    assert bytes(read.arena()) == bytes(loaded.model.arena())
-    assert loaded.hf_config is not None
-    memory = StateDict(loaded.hf_config, load_tensors(path), "state_dict")
-    assert bytes(load_checkpoint(memory, progress=False).model.arena()) == bytes(
-        loaded.model.arena()
-    )
+    expect_same_weights_everywhere(path, tmp_path / "out")
 
 
 # ---- refusals -----------------------------------------------------------------------------------
