@@ -45,7 +45,7 @@ OPS = "ops"
 #: The cases of racecheck whose kernels have rings that one lane of a warp hands back for all,
 #: after __syncwarp. racecheck takes that for a race unless RACECHECK_OPTIONS is understood.
 RINGS = "rings"
-RING_KERNELS = ("wide_gemm_kernel", "matrix_gemm_kernel", "split_gemm_kernel")
+RING_KERNELS = ("wide_gemm_kernel", "matrix_gemm_kernel", "split_gemm_kernel", "PromptVariant")
 
 
 class Program(NamedTuple):
