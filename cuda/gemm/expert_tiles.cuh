@@ -62,45 +62,57 @@ __device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t 
             .first_row = first_row,
             .num_rows = min(max(num_rows, 0), tile_rows)};
   }
-  // Lanes take one expert each, 32 experts at a time; `before` counts the row tiles of those
-  // before.
+  // Lanes take one expert each, in rounds of 32 experts; `before` counts the row tiles of the
+  // rounds before. All loads of kRounds rounds, for 256 experts and a shared one, are in flight
+  // together.
+  constexpr int32_t kRounds = 9;
   const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
   int32_t before = 0;
-  for (int32_t first = 0; first < rows.num_experts; first += 32) {
-    const int32_t expert = min(first + lane, rows.num_experts - 1);
-    const auto begin_of = [&](int32_t e) {
-      const int32_t* const from = rows.expert_begin + e;
+#pragma unroll 1
+  for (int32_t first = 0; first < rows.num_experts; first += 32 * kRounds) {
+    const auto begin_of = [&](int32_t expert) {
+      const int32_t* const from = rows.expert_begin + min(expert, rows.num_experts);
       return min(kIsEarly ? __ldcg(from) : *from, rows.max_rows);
     };
-    const int32_t begin = begin_of(expert);
-    const int32_t end = begin_of(expert + 1);
-    const int32_t count = first + lane < rows.num_experts ? max(end - begin, 0) : 0;
-    const int32_t row_tiles = (count + tile_rows - 1) / tile_rows;
-    int32_t through = row_tiles;  // of the lanes up to this one
+    int32_t begins[kRounds + 1];
 #pragma unroll
-    for (int32_t step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(kAllLanes, through, step);
-      if (lane >= step) through += other;
-    }
-    const bool is_below = block < (before + through) * rows.column_tiles;
-    const uint32_t below = __ballot_sync(kAllLanes, is_below);
-    if (below != 0) {
-      const int32_t owner = __ffs(static_cast<int32_t>(below)) - 1;
-      const int32_t at = block - (before + through - row_tiles) * rows.column_tiles;
-      ExpertTile tile = {.expert = expert, .column_tile = 0, .first_row = begin, .num_rows = 0};
-      if (lane == owner) {
-        const int32_t skipped = at % row_tiles * tile_rows;
-        tile.column_tile = at / row_tiles;
-        tile.first_row = begin + skipped;
-        tile.num_rows = min(count - skipped, tile_rows);
+    for (int32_t i = 0; i <= kRounds; ++i) begins[i] = begin_of(first + 32 * i + lane);
+    // The round of the block's tile.
+    int32_t round = -1;
+    int32_t begin = 0;
+    int32_t count = 0;
+#pragma unroll
+    for (int32_t i = 0; i < kRounds; ++i) {
+      if (round >= 0 || first + 32 * i >= rows.num_experts) continue;
+      begin = begins[i];
+      // Of the expert in the next lane, which for the last lane is in the next round.
+      const int32_t end = __shfl_sync(kAllLanes, lane == 0 ? begins[i + 1] : begin, lane + 1);
+      count = max(end - begin, 0);
+      const int32_t through =
+          before + __reduce_add_sync(kAllLanes, (count + tile_rows - 1) / tile_rows);
+      if (block < through * rows.column_tiles) {
+        round = i;
+      } else {
+        before = through;
       }
-      tile.expert = __shfl_sync(kAllLanes, tile.expert, owner);
-      tile.column_tile = __shfl_sync(kAllLanes, tile.column_tile, owner);
-      tile.first_row = __shfl_sync(kAllLanes, tile.first_row, owner);
-      tile.num_rows = __shfl_sync(kAllLanes, tile.num_rows, owner);
-      return tile;
     }
-    before += __shfl_sync(kAllLanes, through, 31);
+    if (round < 0) continue;
+    const int32_t row_tiles = (count + tile_rows - 1) / tile_rows;
+    const int32_t through = before + sum_up_to_lane(row_tiles, lane);
+    const uint32_t below = __ballot_sync(kAllLanes, block < through * rows.column_tiles);
+    const int32_t owner = __ffs(static_cast<int32_t>(below)) - 1;
+    ExpertTile tile = {.expert = first + 32 * round + owner};
+    if (lane == owner) {
+      const int32_t at = block - (through - row_tiles) * rows.column_tiles;
+      const int32_t skipped = at % row_tiles * tile_rows;
+      tile.column_tile = at / row_tiles;
+      tile.first_row = begin + skipped;
+      tile.num_rows = min(count - skipped, tile_rows);
+    }
+    tile.column_tile = __shfl_sync(kAllLanes, tile.column_tile, owner);
+    tile.first_row = __shfl_sync(kAllLanes, tile.first_row, owner);
+    tile.num_rows = __shfl_sync(kAllLanes, tile.num_rows, owner);
+    return tile;
   }
   return {.expert = 0, .column_tile = 0, .first_row = 0, .num_rows = 0};
 }
