@@ -101,6 +101,8 @@ template <class Run>
 void with_logits_per_lane(int32_t num_experts, Run run) {
   if (num_experts <= 32) return run(std::integral_constant<int32_t, 1>());
   if (num_experts <= 128) return run(std::integral_constant<int32_t, 4>());
+  if (num_experts <= 256) return run(std::integral_constant<int32_t, 8>());
+  if (num_experts <= 512) return run(std::integral_constant<int32_t, 16>());
   run(std::integral_constant<int32_t, kMaxExperts / 32>());
 }
 
