@@ -79,14 +79,14 @@ __device__ __forceinline__ bool find_tile(const int32_t* row_indptr, int32_t num
   return false;
 }
 
-// Fills `rows` and returns the keys that they see. Every warp computes the keys for itself, which
-// saves a wait. Ends with a barrier.
+// Returns the keys that the rows of a tile see, by a warp, which fills `rows` if it is the one that
+// does.
 template <class S>
-__device__ __forceinline__ TileKeys read_rows(const PagedAttentionParams& p, const Tile& tile,
-                                              int32_t num_rows, int32_t heads_per_group,
-                                              const TileRows& rows) {
+__device__ __forceinline__ TileKeys read_rows_by_warp(const PagedAttentionParams& p,
+                                                      const Tile& tile, int32_t num_rows,
+                                                      int32_t heads_per_group, bool fills,
+                                                      const TileRows& rows) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t first_packed = tile.index * S::kRows;
   TileKeys keys;
 #pragma unroll
@@ -111,7 +111,7 @@ __device__ __forceinline__ TileKeys read_rows(const PagedAttentionParams& p, con
         keys.common_end = min(keys.common_end, end);
       }
     }
-    if (warp == 0) {
+    if (fills) {
       rows.begin[packed] = begin;
       rows.end[packed] = end;
       rows.index[packed] = exists ? row : -1;
@@ -124,6 +124,17 @@ __device__ __forceinline__ TileKeys read_rows(const PagedAttentionParams& p, con
   keys.common_begin = __reduce_max_sync(kFullWarp, keys.common_begin);
   keys.common_end = __reduce_min_sync(kFullWarp, keys.common_end);
   keys.seq_slot = __reduce_max_sync(kFullWarp, keys.seq_slot);
+  return keys;
+}
+
+// The same by all warps of the block: every warp computes the keys for itself, which saves a wait.
+// Ends with a barrier.
+template <class S>
+__device__ __forceinline__ TileKeys read_rows(const PagedAttentionParams& p, const Tile& tile,
+                                              int32_t num_rows, int32_t heads_per_group,
+                                              const TileRows& rows) {
+  const TileKeys keys = read_rows_by_warp<S>(p, tile, num_rows, heads_per_group,
+                                             /*fills=*/threadIdx.x / 32 == 0, rows);
   __syncthreads();
   return keys;
 }

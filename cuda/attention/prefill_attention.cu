@@ -25,6 +25,7 @@ prefill::KvMaps maps_of(const PagedAttentionParams& p) {
   const int32_t size = p.kv.block_size;
   if (size % kAttentionChunk != 0 && (size % 8 != 0 || kAttentionChunk % size != 0)) return maps;
   maps.box_tokens = std::min(size, kAttentionChunk);
+  maps.num_boxes = kAttentionChunk / maps.box_tokens;
   const auto map = [&](int64_t offset) {
     return paged_map(p.kv.base + offset, p.kv.block_bytes, size, p.num_kv_heads, p.head_dim,
                      maps.box_tokens);
@@ -48,8 +49,18 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p, int3
   const int64_t max_seqs = std::min<int64_t>(p.max_seqs, p.max_rows / min_rows);
   const int64_t tiles =
       std::min(max_seqs * tiles_per_seq, p.max_rows * heads_per_group / S::kRows + max_seqs);
-  launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(tiles * p.num_kv_heads)), dim3(S::kThreads),
-         S::kSharedBytes, p, maps_of(p), min_rows);
+  // With more tiles than multiprocessors, blocks take equal shares.
+  const int64_t blocks = tiles * p.num_kv_heads;
+  const int64_t state_bytes = ctx.num_sms * S::kGroups * S::kStateFloats * int64_t{sizeof(float)};
+  const bool is_shared = blocks > ctx.num_sms && state_bytes <= ctx.workspace_bytes &&
+                         2 + ctx.num_sms * S::kGroups <= ctx.num_counters &&
+                         tiles * int64_t{sizeof(int32_t)} <= S::kSharedBytes;
+  const prefill::SharePlan plan = {.is_shared = is_shared,
+                                   .max_tiles = static_cast<int32_t>(tiles),
+                                   .counters = reinterpret_cast<uint32_t*>(ctx.counters),
+                                   .states = reinterpret_cast<float*>(ctx.workspace)};
+  launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(is_shared ? ctx.num_sms : blocks)),
+         dim3(S::kThreads), S::kSharedBytes, p, maps_of(p), plan, min_rows);
 }
 
 template <bool kHasCap>

@@ -34,6 +34,25 @@ struct Position {
   int32_t first_row;  // packed row of the lower half; that of the upper half is 8 further on
 };
 
+// The number of the thread. The compiler computes what follows from it here, not before a loop
+// around, where it would take registers.
+__device__ __forceinline__ int32_t thread_here() {
+  auto thread = static_cast<int32_t>(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
+__device__ __forceinline__ Position position_here() {
+  const int32_t thread = thread_here();
+  const int32_t lane = thread % 32;
+  const auto group =
+      static_cast<int32_t>(uniform(static_cast<uint32_t>(thread / 128 - kCopyWarps * 32 / 128)));
+  return {.group = group,
+          .lane = lane,
+          .quad_lane = lane % 4,
+          .first_row = group * 64 + thread % 128 / 32 * 16 + lane / 4};
+}
+
 // Two numbers rounded to bfloat16, the first in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t pair;
@@ -54,13 +73,13 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t word) {
 
 // Begins S = Q K^T of the chunk whose keys begin at `place`, and moves `place` behind them.
 template <class S>
-__device__ __forceinline__ void begin_scores(const Ring& ring, uint32_t queries, Place& place,
+__device__ __forceinline__ void begin_scores(const Ring& ring, uint32_t queries, Place<S>& place,
                                              Scores& s) {
 #pragma unroll
   for (int32_t slice = 0; slice < S::kSlices; ++slice) {
-    barrier_wait(&ring.full[place.slot], place.parity);
+    barrier_wait(&ring.full[place.slot()], place.parity());
     const uint32_t q = descriptor_word(queries + slice * S::kQSliceBytes);
-    const uint32_t k = descriptor_word(ring.at(place.slot));
+    const uint32_t k = descriptor_word(ring.at(place.slot()));
     wgmma_begin();
 #pragma unroll
     for (int32_t i = 0; i < kSliceColumns / 16; ++i) {
@@ -71,7 +90,7 @@ __device__ __forceinline__ void begin_scores(const Ring& ring, uint32_t queries,
         wgmma<kChunk>(s, descriptor(q + i * kNext), descriptor(k + i * kNext));
       }
     }
-    place.next<S>();
+    place.next();
   }
   wgmma_commit();
 }
@@ -79,11 +98,11 @@ __device__ __forceinline__ void begin_scores(const Ring& ring, uint32_t queries,
 // Gives `count` slices from `place` on back to the copying warps.
 template <class S>
 __device__ __forceinline__ void release(const Ring& ring, const Position& at, int32_t count,
-                                        Place place) {
+                                        Place<S> place) {
 #pragma unroll
   for (int32_t i = 0; i < count; ++i) {
-    if (at.lane == 0) barrier_arrive(&ring.empty[place.slot]);
-    place.next<S>();
+    if (at.lane == 0) barrier_arrive(&ring.empty[place.slot()]);
+    place.next();
   }
 }
 
@@ -169,11 +188,11 @@ __device__ __forceinline__ void make_weights(const Scores& s, const bool (&sees)
 
 // Begins O = P V over the columns of the slice at `place`, and moves `place` behind it.
 template <class S>
-__device__ __forceinline__ void begin_values(const Ring& ring, const Weights& p, Place& place,
+__device__ __forceinline__ void begin_values(const Ring& ring, const Weights& p, Place<S>& place,
                                              SliceValues& o) {
   constexpr uint32_t kNext16Keys = 16 * 128 >> 4;
-  barrier_wait(&ring.full[place.slot], place.parity);
-  const uint32_t v = descriptor_word(ring.at(place.slot));
+  barrier_wait(&ring.full[place.slot()], place.parity());
+  const uint32_t v = descriptor_word(ring.at(place.slot()));
   wgmma_begin();
   wgmma_rows_by_columns<kSliceColumns, 0>(o, p, descriptor(v));
 #pragma unroll
@@ -181,7 +200,7 @@ __device__ __forceinline__ void begin_values(const Ring& ring, const Weights& p,
     wgmma_rows_by_columns<kSliceColumns, 1>(o, p + 4 * i, descriptor(v + i * kNext16Keys));
   }
   wgmma_commit();
-  place.next<S>();
+  place.next();
 }
 
 }  // namespace paceline::cuda::prefill

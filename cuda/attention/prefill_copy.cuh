@@ -45,32 +45,32 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int3
 template <class S>
 class Copier {
  public:
-  __device__ __forceinline__ explicit Copier(const Ring& ring) : ring_(ring) { to_.parity = 1; }
+  __device__ __forceinline__ explicit Copier(const Ring& ring) : ring_(ring) { to_.at = S::kSlots; }
 
   // Waits until the next slot is free, and announces what has arrived before it sleeps.
   __device__ __forceinline__ uint32_t next_slot() {
-    uint64_t* const empty = &ring_.empty[to_.slot];
-    if (__all_sync(kFullWarp, barrier_test(empty, to_.parity) ? 1 : 0) == 0) {
+    uint64_t* const empty = &ring_.empty[to_.slot()];
+    if (__all_sync(kFullWarp, barrier_test(empty, to_.parity()) ? 1 : 0) == 0) {
       announce_all();
-      barrier_wait(empty, to_.parity);
+      barrier_wait(empty, to_.parity());
     }
-    return ring_.at(to_.slot);
+    return ring_.at(to_.slot());
   }
   // The copies to the slot are begun, with cp.async.
   __device__ __forceinline__ void commit() {
     cp_async_commit();
-    if (num_pending_ == 0) oldest_ = to_;
-    to_.template next<S>();
+    to_.next();
     if (++num_pending_ > S::kSlicesAhead) {
       cp_async_wait<S::kSlicesAhead>();
       announce();
     }
   }
   // The copy engine fills the slot: each of the first num_boxes lanes of warp 0 asks for one box.
+  // No slice is in flight with cp.async.
   template <class Copy>
   __device__ __forceinline__ void fill_slot(uint32_t slot, int32_t num_boxes, const Copy& copy) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-    uint64_t* const full = &ring_.full[to_.slot];
+    uint64_t* const full = &ring_.full[to_.slot()];
     if (threadIdx.x < 32) {
       if (lane == 0) barrier_expect(full, kSliceBytes);
       __syncwarp();
@@ -78,10 +78,11 @@ class Copier {
     } else if (lane == 0) {
       barrier_arrive(full);
     }
-    to_.template next<S>();
+    to_.next();
   }
   __device__ __forceinline__ void announce_all() {
     cp_async_wait<0>();
+#pragma unroll 1
     while (num_pending_ > 0) announce();
   }
 
@@ -90,14 +91,13 @@ class Copier {
   __device__ __forceinline__ void announce() {
     fence_shared_for_wgmma();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&ring_.full[oldest_.slot]);
-    oldest_.template next<S>();
+    const Place<S> oldest = to_.before(num_pending_);
+    if (threadIdx.x % 32 == 0) barrier_arrive(&ring_.full[oldest.slot()]);
     --num_pending_;
   }
 
   const Ring& ring_;
-  Place to_;
-  Place oldest_;
+  Place<S> to_;
   int32_t num_pending_ = 0;
 };
 
@@ -119,25 +119,26 @@ __device__ __forceinline__ void copy_keys(uint32_t slot, const std::byte* from, 
 struct KvMaps {
   CUtensorMap keys;
   CUtensorMap values;
-  int32_t box_tokens;  // 0: the copy engine cannot copy blocks of this size
+  int32_t box_tokens;
+  int32_t num_boxes;  // of a chunk; 0: the copy engine cannot copy blocks of this size
 };
 
-// Copies all chunks: of each the slices of K, then those of V. Chunks with keys that no row of the
-// tile sees are copied with cp.async, since those keys must not be read.
+// Copies the chunks of a part: of each the slices of K, then those of V. Chunks with keys that no
+// row of the tile sees are copied with cp.async, since those keys must not be read. What is known
+// of the part stays in shared memory, as there are few registers.
 template <class S>
 __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const KvMaps& maps,
-                                            int32_t kv_head, const paged::TileKeys& keys,
-                                            int32_t first_chunk, int32_t end_chunk,
-                                            const Ring& ring) {
-  const int32_t* const blocks = p.block_table + keys.seq_slot * p.block_table_stride;
+                                            Parts<S>& parts, int32_t index, Copier<S>& copier) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t num_boxes = maps.box_tokens > 0 ? kChunk / maps.box_tokens : 0;
-  Copier<S> copier(ring);
 #pragma unroll 1
-  for (int32_t chunk = first_chunk; chunk < end_chunk; ++chunk) {
+  for (int32_t chunk = parts.keys_of(index).first_chunk; chunk < parts.keys_of(index).end_chunk;
+       ++chunk) {
+    const PartKeys& part = parts.keys_of(index);
+    const int32_t* const blocks = p.block_table + part.seq_slot * p.block_table_stride;
     const int32_t first_key = chunk * kChunk;
-    if (num_boxes > 0 && first_key >= keys.begin && first_key + kChunk <= keys.end) {
-      const int32_t key = first_key + min(lane, num_boxes - 1) * maps.box_tokens;
+    if (maps.num_boxes > 0 && first_key >= part.begin && first_key + kChunk <= part.end) {
+      copier.announce_all();
+      const int32_t key = first_key + min(lane, maps.num_boxes - 1) * maps.box_tokens;
       const int32_t index = key / p.kv.block_size;
       const int32_t token = key - index * p.kv.block_size;
       const int32_t block = blocks[index];
@@ -145,18 +146,17 @@ __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const
       for (int32_t item = 0; item < 2 * S::kSlices; ++item) {
         const bool is_value = item >= S::kSlices;
         const int32_t slice = is_value ? item - S::kSlices : item;
-        copier.fill_slot(copier.next_slot(), num_boxes, [&](uint32_t slot, uint64_t* full) {
+        copier.fill_slot(copier.next_slot(), maps.num_boxes, [&](uint32_t slot, uint64_t* full) {
           copy_box(slot + static_cast<uint32_t>(lane * maps.box_tokens * 128),
-                   is_value ? &maps.values : &maps.keys, slice * kSliceColumns, kv_head, token,
-                   block, full);
+                   is_value ? &maps.values : &maps.keys, slice * kSliceColumns,
+                   parts.keys_of(index).kv_head, token, block, full);
         });
       }
-      copier.announce_all();
     } else {
       // Each lane has the location of one of its warp's 32 keys.
       const int32_t key = first_key + static_cast<int32_t>(threadIdx.x);
       int64_t offset = -1;
-      if (key >= keys.begin && key < keys.end) {
+      if (key >= part.begin && key < part.end) {
         const int32_t index = key / p.kv.block_size;
         offset = blocks[index] * p.kv.block_bytes +
                  int64_t{key - index * p.kv.block_size} * p.num_kv_heads * S::kHeadDim * 2;
@@ -166,7 +166,8 @@ __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const
         const bool is_value = item >= S::kSlices;
         const int32_t slice = is_value ? item - S::kSlices : item;
         const std::byte* const from = p.kv.base + (is_value ? p.kv.v_offset : p.kv.k_offset) +
-                                      kv_head * (S::kHeadDim * 2) + slice * 128;
+                                      parts.keys_of(index).kv_head * (S::kHeadDim * 2) +
+                                      slice * 128;
         copy_keys(copier.next_slot(), from, offset);
         copier.commit();
       }

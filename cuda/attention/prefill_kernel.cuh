@@ -10,6 +10,9 @@
 //   3. O = P V by wgmma with P as the register operand, merged into the running state
 // While one warpgroup is at 2, the tensor cores work for the others.
 //
+// Blocks take equal shares of the launch (prefill_shares.cuh), so a block computes parts of several
+// tiles, one after the other, and its copies run ahead into the next part.
+//
 // A row has the bits of paged_attention_kernel.cuh: the same chunks, each with a fresh (max, sum,
 // accumulator) that is merged in ascending order, and the same order within a chunk.
 
@@ -23,6 +26,7 @@
 #include "attention/prefill_chunk.cuh"
 #include "attention/prefill_copy.cuh"
 #include "attention/prefill_shape.cuh"
+#include "attention/prefill_shares.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "gemm/wgmma.cuh"
@@ -34,27 +38,29 @@ namespace paceline::cuda::prefill {
 struct GroupKeys {
   int32_t begin = paged::kIntMax;  // first key that any of them sees
   int32_t end = 0;
-  int32_t common_begin = 0;  // all of them see [common_begin, common_end)
-  int32_t common_end = paged::kIntMax;
 };
-
-__device__ __forceinline__ GroupKeys keys_of_group(const paged::TileRows& rows,
-                                                   const Position& at) {
+// Every warp finds the keys for itself and for no one else.
+__device__ __forceinline__ GroupKeys keys_of_group(const paged::TileRows& rows, const Position& at,
+                                                   float scale, CommonKeys& common) {
   GroupKeys keys;
+  int32_t common_begin = 0;
+  int32_t common_end = paged::kIntMax;
 #pragma unroll
   for (int32_t i = 0; i < 64; i += 32) {
     const int32_t packed = at.group * 64 + i + at.lane;
     if (!rows.is_live(packed)) continue;
     keys.begin = min(keys.begin, rows.begin[packed]);
     keys.end = max(keys.end, rows.end[packed]);
-    keys.common_begin = max(keys.common_begin, rows.begin[packed]);
-    keys.common_end = min(keys.common_end, rows.end[packed]);
+    common_begin = max(common_begin, rows.begin[packed]);
+    common_end = min(common_end, rows.end[packed]);
   }
   __syncwarp();
   keys.begin = __reduce_min_sync(kFullWarp, keys.begin);
   keys.end = __reduce_max_sync(kFullWarp, keys.end);
-  keys.common_begin = __reduce_max_sync(kFullWarp, keys.common_begin);
-  keys.common_end = __reduce_min_sync(kFullWarp, keys.common_end);
+  common_begin = __reduce_max_sync(kFullWarp, common_begin);
+  common_end = __reduce_min_sync(kFullWarp, common_end);
+  if (at.lane == 0) common = {.begin = common_begin, .end = common_end, .scale = scale};
+  __syncwarp();
   return keys;
 }
 
@@ -74,14 +80,14 @@ struct RowsOfChunk {
 
 // Makes products scores.
 template <class S>
-__device__ __forceinline__ void finish_scores(const PagedAttentionParams& p, float scale,
-                                              const GroupKeys& keys, const paged::TileRows& rows,
+__device__ __forceinline__ void finish_scores(const PagedAttentionParams& p,
+                                              const CommonKeys& common, const paged::TileRows& rows,
                                               const Position& at, int32_t chunk, Scores& s,
                                               RowsOfChunk& of_chunk) {
   const int32_t first_key = chunk * kChunk;
-  scale_scores<S::kHasCap>(scale, p.soft_cap, s);
+  scale_scores<S::kHasCap>(common.scale, p.soft_cap, s);
   of_chunk.sees[0] = of_chunk.sees[1] = true;
-  if (first_key < keys.common_begin || first_key + kChunk > keys.common_end) {
+  if (first_key < common.begin || first_key + kChunk > common.end) {
     mask_scores(rows, first_key, at, s);
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
@@ -127,76 +133,108 @@ __device__ __forceinline__ void merge_values(const RowsOfChunk& of_chunk,
 // Waits for the slices of chunks that no row of the warpgroup sees, and gives them back.
 template <class S>
 __device__ __forceinline__ void skip_chunks(const Ring& ring, const Position& at, int32_t count,
-                                            Place& place) {
+                                            Place<S>& place) {
 #pragma unroll 1
   for (int32_t i = 0; i < count * 2 * S::kSlices; ++i) {
-    barrier_wait(&ring.full[place.slot], place.parity);
+    barrier_wait(&ring.full[place.slot()], place.parity());
     release<S>(ring, at, 1, place);
-    place.next<S>();
+    place.next();
   }
 }
 
-// What a warpgroup does with its 64 packed rows.
-template <class S>
-__device__ __forceinline__ void attend(const paged::TileOutput<S>& output, const GroupKeys& keys,
-                                       const Position& at, int32_t first_chunk, int32_t end_chunk,
-                                       uint32_t queries, const Ring& ring) {
-  const PagedAttentionParams& p = output.p;
-  const paged::TileRows& rows = output.rows;
-  const float scale = S::kHasCap ? p.scale : __fmul_rn(p.scale, kLog2E);
-  Place place;
-  if (keys.begin >= keys.end) return skip_chunks<S>(ring, at, end_chunk - first_chunk, place);
-  const int32_t begin = keys.begin / kChunk;
-  const int32_t end = (keys.end - 1) / kChunk + 1;
-  skip_chunks<S>(ring, at, begin - first_chunk, place);
+// --- parts ---------------------------------------------------------------------------------------
 
-  State<S> state;
+// Finds the rows and the keys of a part; called by one warp.
+template <class S>
+__device__ __forceinline__ void prepare_part(const PagedAttentionParams& p, int32_t min_rows,
+                                             const Share& share, int32_t index, Parts<S>& parts) {
+  const int32_t num_rows = min(*p.num_rows, p.max_rows);
+  const int32_t num_seqs = min(*p.num_seqs, p.max_seqs);
+  const int32_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
+  // A part without keys can be over before its copying warps have looked at it.
+  if (index >= 2)
+    barrier_wait(&parts.are_copied[index % 2], static_cast<uint32_t>(index / 2 - 1) % 2);
+  Part part;
+  paged::Tile tile;
+  PartKeys of_part = {};
+  if (part_of(share, index, &part) &&
+      paged::find_tile(p.row_indptr, num_seqs, heads_per_group, S::kRows,
+                       part.tile % share.num_tiles, &tile, min_rows)) {
+    const paged::TileKeys keys =
+        paged::read_rows_by_warp<S>(p, tile, num_rows, heads_per_group,
+                                    /*fills=*/true, parts.prepared[index % 2].rows());
+    const bool is_live = keys.begin < keys.end;
+    const int32_t first = is_live ? keys.begin / kChunk : 0;
+    const int32_t end = is_live ? (keys.end - 1) / kChunk + 1 : 0;
+    of_part = {.index = index,
+               .exists = true,
+               .resumes = part.resumes,
+               .publishes = part.publishes,
+               .kv_head = part.tile / share.num_tiles,
+               .seq_slot = keys.seq_slot,
+               .begin = keys.begin,
+               .end = keys.end,
+               .first_chunk = min(first + part.first, end),
+               .end_chunk = part.end < end - first ? first + part.end : end};
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    parts.prepared[index % 2].keys = of_part;
+    barrier_arrive(&parts.are_ready[index % 2]);
+  }
+}
+
+// The state of a thread in the workspace.
+template <class S>
+__device__ __forceinline__ void store_state(const State<S>& state, float* to) {
+  to += threadIdx.x % 128;
 #pragma unroll
   for (int32_t half = 0; half < 2; ++half) {
-    state.max[half] = negative_infinity();
-    state.sum[half] = 0.0f;
+    to[256 * half] = state.max[half];
+    to[256 * half + 128] = state.sum[half];
   }
 #pragma unroll
   for (int32_t slice = 0; slice < S::kSlices; ++slice) {
 #pragma unroll
-    for (int32_t i = 0; i < kSliceColumns / 2; ++i) state.values[slice][i] = 0.0f;
-  }
-#pragma unroll 1
-  for (int32_t chunk = begin; chunk < end; ++chunk) {
-    Scores s;
-    const Place of_keys = place;
-    begin_scores<S>(ring, queries, place, s);
-    wgmma_wait<0>();
-    pin(s);
-    release<S>(ring, at, S::kSlices, of_keys);
-    RowsOfChunk of_chunk;
-    finish_scores<S>(p, scale, keys, rows, at, chunk, s, of_chunk);
-    Weights weights;
-    float chunk_sum[2];
-    make_weights(s, of_chunk.sees, of_chunk.max, chunk_sum, weights);
-    MergeWeights merge[2];
-    merge_sums<S>(of_chunk, chunk_sum, state, merge);
-#pragma unroll
-    for (int32_t slice = 0; slice < S::kSlices; ++slice) {
-      SliceValues o;
-      const Place of_slice = place;
-      begin_values<S>(ring, weights, place, o);
-      wgmma_wait<0>();
-      pin(o);
-      release<S>(ring, at, 1, of_slice);
-      merge_values(of_chunk, merge, o, state.values[slice]);
+    for (int32_t i = 0; i < kSliceColumns / 2; ++i) {
+      to[(4 + slice * (kSliceColumns / 2) + i) * 128] = state.values[slice][i];
     }
   }
-  skip_chunks<S>(ring, at, end_chunk - end, place);
+}
+template <class S>
+__device__ __forceinline__ void load_state(const float* from, State<S>& state) {
+  from += threadIdx.x % 128;
+#pragma unroll
+  for (int32_t half = 0; half < 2; ++half) {
+    state.max[half] = __ldcg(from + 256 * half);
+    state.sum[half] = __ldcg(from + 256 * half + 128);
+  }
+#pragma unroll
+  for (int32_t slice = 0; slice < S::kSlices; ++slice) {
+#pragma unroll
+    for (int32_t i = 0; i < kSliceColumns / 2; ++i) {
+      state.values[slice][i] = __ldcg(from + (4 + slice * (kSliceColumns / 2) + i) * 128);
+    }
+  }
+}
 
+// Writes the results of a thread's rows. Rows that exist but see no key become zero.
+template <class S>
+__device__ __forceinline__ void write_results(const PagedAttentionParams& p, int32_t kv_head,
+                                              const paged::TileRows& rows, const Position& at,
+                                              const State<S>& state) {
+  const paged::TileOutput<S> output = {
+      .p = p, .kv_head = kv_head, .heads_per_group = p.num_qo_heads / p.num_kv_heads, .rows = rows};
   const float* const sinks =
       p.sinks == nullptr ? nullptr : p.sinks + int64_t{output.kv_head} * output.heads_per_group;
 #pragma unroll
   for (int32_t half = 0; half < 2; ++half) {
     const int32_t packed = at.first_row + 8 * half;
-    if (!rows.is_live(packed)) continue;
-    const float factor = final_factor(state.max[half], state.sum[half],
-                                      sinks == nullptr ? nullptr : sinks + rows.head[packed]);
+    if (rows.index[packed] < 0) continue;
+    const float factor = rows.is_live(packed)
+                             ? final_factor(state.max[half], state.sum[half],
+                                            sinks == nullptr ? nullptr : sinks + rows.head[packed])
+                             : 0.0f;
     __nv_bfloat16* const to = output.of(packed) + at.quad_lane * 2;
 #pragma unroll
     for (int32_t slice = 0; slice < S::kSlices; ++slice) {
@@ -210,65 +248,157 @@ __device__ __forceinline__ void attend(const paged::TileOutput<S>& output, const
   }
 }
 
+// What a warpgroup does with its 64 packed rows of a part.
+template <class S>
+__device__ __forceinline__ void attend(const PagedAttentionParams& p, const SharePlan& plan,
+                                       int32_t block, PreparedPart<S>& prepared, const Position& at,
+                                       uint32_t queries, const Ring& ring, CommonKeys& common,
+                                       Place<S>& place) {
+  const PartKeys& part = prepared.keys;
+  const paged::TileRows rows = prepared.rows();
+  const float scale = S::kHasCap ? p.scale : __fmul_rn(p.scale, kLog2E);
+  const GroupKeys keys = keys_of_group(rows, at, scale, common);
+  const int32_t end_chunk = part.end_chunk;
+  const int32_t begin = min(max(keys.begin / kChunk, part.first_chunk), end_chunk);
+  const int32_t end = max(min((keys.end - 1) / kChunk + 1, end_chunk), begin);
+  skip_chunks<S>(ring, at, begin - part.first_chunk, place);
+
+  State<S> state;
+  if (part.resumes) {
+    const StoredState stored = StoredState::of<S>(plan, block - 1, at.group);
+    wait_for_state(stored, at.group);
+    load_state<S>(stored.values, state);
+  } else {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      state.max[half] = negative_infinity();
+      state.sum[half] = 0.0f;
+    }
+#pragma unroll
+    for (int32_t slice = 0; slice < S::kSlices; ++slice) {
+#pragma unroll
+      for (int32_t i = 0; i < kSliceColumns / 2; ++i) state.values[slice][i] = 0.0f;
+    }
+  }
+#pragma unroll 1
+  for (int32_t chunk = begin; chunk < end; ++chunk) {
+    Scores s;
+    const Place<S> of_keys = place;
+    begin_scores<S>(ring, queries, place, s);
+    wgmma_wait<0>();
+    pin(s);
+    release<S>(ring, at, S::kSlices, of_keys);
+    RowsOfChunk of_chunk;
+    finish_scores<S>(p, common, rows, at, chunk, s, of_chunk);
+    Weights weights;
+    float chunk_sum[2];
+    make_weights(s, of_chunk.sees, of_chunk.max, chunk_sum, weights);
+    MergeWeights merge[2];
+    merge_sums<S>(of_chunk, chunk_sum, state, merge);
+#pragma unroll
+    for (int32_t slice = 0; slice < S::kSlices; ++slice) {
+      SliceValues o;
+      const Place<S> of_slice = place;
+      begin_values<S>(ring, weights, place, o);
+      wgmma_wait<0>();
+      pin(o);
+      release<S>(ring, at, 1, of_slice);
+      merge_values(of_chunk, merge, o, state.values[slice]);
+    }
+  }
+  skip_chunks<S>(ring, at, end_chunk - end, place);
+
+  if (part.publishes) {
+    const StoredState stored = StoredState::of<S>(plan, block, at.group);
+    store_state<S>(state, stored.values);
+    announce_state(stored, at.group);
+  } else {
+    write_results<S>(p, part.kv_head, rows, position_here(), state);
+  }
+}
+
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     prefill_attention_kernel(const __grid_constant__ PagedAttentionParams p,
-                             const __grid_constant__ KvMaps maps, int32_t min_rows) {
+                             const __grid_constant__ KvMaps maps,
+                             const __grid_constant__ SharePlan plan, int32_t min_rows) {
   extern __shared__ std::byte storage[];
-  __shared__ int32_t row_begin[S::kRows];
-  __shared__ int32_t row_end[S::kRows];
-  __shared__ int32_t row_index[S::kRows];
-  __shared__ int32_t row_head[S::kRows];
+  __shared__ Parts<S> parts;
+  __shared__ Share share;
   __shared__ uint64_t full[S::kSlots];
   __shared__ uint64_t empty[S::kSlots];
-  const paged::TileRows rows = {
-      .begin = row_begin, .end = row_end, .index = row_index, .head = row_head};
+  static_assert(sizeof(parts) + sizeof(share) + sizeof(full) + sizeof(empty) + S::kSharedBytes <=
+                227 << 10);
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread < S::kSlots) {
     barrier_init(&full[thread], kCopyWarps);
     barrier_init(&empty[thread], 4 * S::kGroups);
   }
+  if (thread < 2) {
+    barrier_init(&parts.are_ready[thread], 1);
+    barrier_init(&parts.are_copied[thread], kCopyWarps);
+  }
   barrier_init_fence();
   let_successor_start();
   wait_for_predecessor();
 
-  const int32_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
-  const int32_t num_rows = min(*p.num_rows, p.max_rows);
-  const int32_t num_seqs = min(*p.num_seqs, p.max_seqs);
-  // Later tiles of a prompt see more keys and take longer, so they go first.
-  // The KV heads of a tile are neighbours, so that all long ones go before all short ones.
-  const auto index = static_cast<int32_t>((gridDim.x - 1 - blockIdx.x) / p.num_kv_heads);
-  const auto kv_head = static_cast<int32_t>(blockIdx.x % p.num_kv_heads);
-  paged::Tile tile;
-  if (!paged::find_tile(p.row_indptr, num_seqs, heads_per_group, S::kRows, index, &tile, min_rows))
-    return;
-  // Its barrier also publishes those of the ring.
-  const paged::TileKeys keys = paged::read_rows<S>(p, tile, num_rows, heads_per_group, rows);
-  const paged::TileOutput<S> output = {
-      .p = p, .kv_head = kv_head, .heads_per_group = heads_per_group, .rows = rows};
-  const bool is_live = keys.begin < keys.end;
-  const int32_t first_chunk = is_live ? keys.begin / kChunk : 0;
-  const int32_t end_chunk = is_live ? (keys.end - 1) / kChunk + 1 : 0;
   // Aligned for the swizzle.
   const uint32_t queries = (shared_address(storage) + 1023u) & ~1023u;
   const Ring ring = {.slots = queries + S::kQBytes, .full = full, .empty = empty};
+  if (plan.is_shared) {
+    // The costs of the tiles are where queries and keys will be.
+    find_share<S>(p, plan, min(*p.num_seqs, p.max_seqs), min(*p.num_rows, p.max_rows),
+                  p.num_qo_heads / p.num_kv_heads, min_rows, reinterpret_cast<int32_t*>(storage),
+                  share);
+  } else if (thread == 0) {
+    // Later tiles of a prompt see more keys and take longer, so they go first.
+    // The KV heads of a tile are neighbours, so that all long ones go before all short ones.
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    const int32_t index = (static_cast<int32_t>(gridDim.x) - 1 - block) / p.num_kv_heads;
+    const int32_t tile = block % p.num_kv_heads * plan.max_tiles + index;
+    share = {.block = 0,
+             .num_tiles = plan.max_tiles,
+             .begin = {.tile = tile, .chunk = 0},
+             .end = {.tile = tile + 1, .chunk = 0}};
+  }
+  __syncthreads();
+  constexpr int32_t kLeader = kCopyWarps;  // the warp that prepares parts
+  if (thread / 32 == kLeader) prepare_part<S>(p, min_rows, share, 0, parts);
+  __syncthreads();
+
   if (thread < 128) {
     give_registers<S::kCopyRegisters>();
-    output.zero_inert_rows();
-    if (is_live) copy_chunks<S>(p, maps, kv_head, keys, first_chunk, end_chunk, ring);
+    Copier<S> copier(ring);
+#pragma unroll 1
+    for (int32_t index = 0;; ++index) {
+      barrier_wait(&parts.are_ready[index % 2], static_cast<uint32_t>(index / 2 % 2));
+      if (!parts.keys_of(index).exists) break;
+      copy_chunks<S>(p, maps, parts, index, copier);
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(&parts.are_copied[index % 2]);
+    }
+    if (plan.is_shared && thread == 0) end_share(plan);
   } else {
     take_registers<S::kRegisters>();
-    if (!is_live) return;
-    const int32_t group = static_cast<int32_t>(uniform(static_cast<uint32_t>(thread / 128 - 1)));
-    const int32_t lane = thread % 32;
-    const Position at = {.group = group,
-                         .lane = lane,
-                         .quad_lane = lane % 4,
-                         .first_row = group * 64 + thread % 128 / 32 * 16 + lane / 4};
-    load_queries<S>(p, kv_head, heads_per_group, rows, group, queries);
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-    attend<S>(output, keys_of_group(rows, at), at, first_chunk, end_chunk,
-              uniform(queries + static_cast<uint32_t>(group * 64 * 128)), ring);
+    const Position at = position_here();
+    Place<S> place;
+    PreparedPart<S>* prepared = &parts.prepared[0];
+#pragma unroll 1
+    for (;;) {
+      // The part is prepared, and the one before it is computed.
+      asm volatile("bar.sync %0, %1;" ::"n"(S::kGroups + 1), "n"(128 * S::kGroups) : "memory");
+      if (!prepared->keys.exists) break;
+      if (thread_here() / 32 == kLeader) {
+        prepare_part<S>(p, min_rows, share, prepared->keys.index + 1, parts);
+      }
+      load_queries<S>(p, prepared->keys.kv_head, p.num_qo_heads / p.num_kv_heads, prepared->rows(),
+                      at.group, queries);
+      asm volatile("bar.sync %0, 128;" ::"r"(at.group + 1) : "memory");
+      attend<S>(p, plan, share.block, *prepared, position_here(),
+                uniform(queries + static_cast<uint32_t>(at.group * 64 * 128)), ring,
+                parts.common[thread_here() / 32 - kCopyWarps], place);
+      prepared = &parts.prepared[prepared->keys.index % 2 ^ 1];
+    }
   }
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Paged attention on a GPU, bit for bit: rows of a prompt have the same bits from the prefill
-// kernel and from the kernel of decoding rows. Planned for one multiprocessor, a prompt has the
-// former; planned for very many, it has the latter.
+// kernel and from the kernel of decoding rows. Planned for few multiprocessors, a prompt has the
+// former; planned for very many, it has the latter. As many multiprocessors as the plan has share
+// the tiles, so parts of tiles begin and end elsewhere.
 
 #include <gtest/gtest.h>
 
@@ -18,6 +19,7 @@
 namespace paceline::testing {
 namespace {
 
+constexpr int32_t kFewSms[] = {1, 2, 5, 11, 29, 64};
 constexpr int32_t kManySms = 1 << 20;
 
 std::vector<std::byte> y_of(const AttentionSpec& spec, AttentionBatch batch, int32_t num_sms) {
@@ -49,19 +51,21 @@ TEST_P(PrefillBits, AreThoseOfDecodingRows) {
                      {5, 3000, 193, 0}},
        .extra_seqs = 3}};
   for (const AttentionBatch& batch : batches) {
-    const std::vector<std::byte> prefill = y_of(GetParam(), batch, 1);
     const std::vector<std::byte> decode = y_of(GetParam(), batch, kManySms);
     const int64_t row = int64_t{GetParam().num_qo_heads} * GetParam().head_dim * 2;
-    ASSERT_EQ(prefill.size(), decode.size());
-    int64_t num_different = 0;
-    int64_t first = -1;
-    for (size_t i = 0; i < prefill.size(); ++i) {
-      if (prefill[i] == decode[i]) continue;
-      if (num_different++ == 0) first = static_cast<int64_t>(i);
+    for (const int32_t num_sms : kFewSms) {
+      const std::vector<std::byte> prefill = y_of(GetParam(), batch, num_sms);
+      ASSERT_EQ(prefill.size(), decode.size());
+      int64_t num_different = 0;
+      int64_t first = -1;
+      for (size_t i = 0; i < prefill.size(); ++i) {
+        if (prefill[i] == decode[i]) continue;
+        if (num_different++ == 0) first = static_cast<int64_t>(i);
+      }
+      EXPECT_EQ(num_different, 0) << "bytes; the first in row " << first / row << ", element "
+                                  << first % row / 2 << ", of a batch of " << batch.sequences.size()
+                                  << " sequences, shared by " << num_sms;
     }
-    EXPECT_EQ(num_different, 0) << "bytes; the first in row " << first / row << ", element "
-                                << first % row / 2 << ", of a batch of " << batch.sequences.size()
-                                << " sequences";
   }
 }
 
