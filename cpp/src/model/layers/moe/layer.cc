@@ -66,6 +66,7 @@ void route_rows(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const MlpPass
                                    .route = {.num_rows = rows.num_rows,
                                              .max_rows = rows.capacity,
                                              .logits = a.logits,
+                                             .logits_stride = m.num_experts,
                                              .num_experts = m.num_experts,
                                              .top_k = m.top_k,
                                              .rule = m.router,
@@ -146,7 +147,8 @@ CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights&
                               .dtype = dtype,
                               .base = m.shared && !has_joined ? activations.branch : nullptr,
                               .has_shared = has_joined,
-                              .base_gate = m.has_shared_gate ? a.shared_gate : nullptr};
+                              .base_gate = m.has_shared_gate ? a.shared_gate : nullptr,
+                              .base_gate_stride = 1};
 }
 
 template <class Ctx>
