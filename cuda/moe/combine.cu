@@ -37,7 +37,8 @@ __device__ __forceinline__ bool sum_places(const CombineExpertsParams& p, int32_
   } else if (p.base != nullptr) {
     base = static_cast<const T*>(p.base) + int64_t{row} * p.hidden + first;
   }
-  const float base_scale = p.base_gate == nullptr ? 1.0f : sigmoid_same_bits(p.base_gate[row]);
+  const float base_scale =
+      p.base_gate == nullptr ? 1.0f : sigmoid_same_bits(p.base_gate[row * p.base_gate_stride]);
   for (int32_t place = 0; place < p.top_k; place += kPlacesAhead) {
     int64_t at[kPlacesAhead];
     float weight[kPlacesAhead];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The logits of few rows by one block: y = x W^T for the 16 experts of each warp. Each output is
+// The logits of few rows by one block: y = x W^T for 16 rows of W in each warp. Each output is
 // the sum that gemm_kernel.cuh computes, K in steps of 16, ascending, in one float32 accumulator;
 // so the bits are equal. All weights are in shared memory before the rows are known.
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_router_logits(const GemmParams& p, uint3
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
-  const int32_t first = thread / 32 * 16;  // expert
+  const int32_t first = thread / 32 * 16;  // row of W
   if (first >= p.weight.n) return;
   barrier_wait(arrived, 0);
   uint32_t of_weights =
@@ -113,11 +113,11 @@ __device__ __forceinline__ void compute_router_logits(const GemmParams& p, uint3
   auto* const y = static_cast<float*>(p.y);
 #pragma unroll
   for (int32_t i = 0; i < 4; ++i) {
-    const int32_t expert = first + lane / 4 + i / 2 * 8;
+    const int32_t output = first + lane / 4 + i / 2 * 8;
     const int32_t row = lane % 4 * 2 + i % 2;
-    if (expert >= p.weight.n || row >= p.max_rows) continue;
-    const float bias = p.bias != nullptr ? p.bias[expert] : 0.0f;
-    y[row * p.y_stride + expert] = __fadd_rn(sums[i], bias);
+    if (output >= p.weight.n || row >= p.max_rows) continue;
+    const float bias = p.bias != nullptr ? p.bias[output] : 0.0f;
+    y[row * p.y_stride + output] = __fadd_rn(sums[i], bias);
   }
 }
 

@@ -33,7 +33,7 @@ class LogitRouter {
   // The row is below max_rows. Returns the choice of place l in lane l.
   __device__ __forceinline__ int32_t route(const RouteExpertsParams& p, int32_t row) const {
     const int32_t num_rows = *p.num_rows;
-    const auto keys = logit_keys<kPerLane>(p.logits + int64_t{row} * p.num_experts, p.num_experts);
+    const auto keys = logit_keys<kPerLane>(p.logits + row * p.logits_stride, p.num_experts);
     const Choice own = choose(keys, p.top_k);
     if (row < num_rows) write_choices<kRule>(p, row, keys, own);
     return own.expert;

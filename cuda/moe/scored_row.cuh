@@ -124,7 +124,7 @@ class ScoreRouter {
     // would take too many registers.
     constexpr bool kLoadsFirst = kPerLane <= 8;
     const int32_t num_rows = *p.num_rows;
-    const float* const logits = p.logits + int64_t{row} * p.num_experts;
+    const float* const logits = p.logits + row * p.logits_stride;
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
     float loaded[kLoadsFirst ? kPerLane : 1] = {};
     if constexpr (kLoadsFirst) {
@@ -155,8 +155,8 @@ class TokenRouter {
     const int64_t known = token >= 0 && token < p.vocab_size ? token : 0;
     const int32_t expert = lane < p.top_k ? p.token_experts[known * p.top_k + lane] : 0;
     if (row < num_rows) {
-      write_scored_choices<RouterRule::kSqrtSoftplus>(
-          p, row, p.logits + int64_t{row} * p.num_experts, expert);
+      write_scored_choices<RouterRule::kSqrtSoftplus>(p, row, p.logits + row * p.logits_stride,
+                                                      expert);
     }
     return expert;
   }

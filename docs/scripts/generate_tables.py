@@ -187,51 +187,47 @@ def drafters() -> str:
     return table(("method", "drafter"), [(f"`{name}`", DRAFTERS[name]) for name in METHODS])
 
 
-def vllm_speed() -> str:
-    """The figures of the chart, and plain decoding."""
+def comparison(target: str) -> Any:
+    """The one comparison with vLLM that has a target."""
+    (found,) = (p for p in load("vllm_comparison.json")["pairs"] if p["target"] == target)
+    return found
+
+
+def vllm_speed(pair: dict[str, Any]) -> str:
+    """The figures of the chart, and plain decoding where it was measured."""
+    plain = "paceline_plain_tokens_per_s"
+    has_plain = plain in pair["rows"][0]
     rows = [
         (
             row["concurrency"],
-            f"{row['paceline_ms']:.2f}",
-            f"{row['vllm_ms']:.2f}",
+            row["paceline_ms"],
+            row["vllm_ms"],
             f"{row['vllm_ms'] / row['paceline_ms']:.2f}",
             f"{row['paceline_tokens_per_s']:,}",
             f"{row['vllm_tokens_per_s']:,}",
-            f"{row['paceline_plain_tokens_per_s']:,}",
+            *([f"{row[plain]:,}"] if has_plain else []),
         )
-        for row in load("vllm_comparison.json")["rows"]
+        for row in pair["rows"]
     ]
-    return table(
-        (
-            "c",
-            "Paceline, ms per iteration",
-            "vLLM, ms",
-            "ratio",
-            "Paceline, tokens/s",
-            "vLLM, tokens/s",
-            "Paceline without a drafter, tokens/s",
-        ),
-        rows,
-    )
+    head = ["c", "Paceline, ms per iteration", "vLLM, ms", "ratio"]
+    head += ["Paceline, tokens/s", "vLLM, tokens/s"]
+    head += ["Paceline without a drafter, tokens/s"] if has_plain else []
+    return table(head, rows)
 
 
 def vllm_first_token() -> str:
     """Times to the first token beside vLLM."""
     rows = [
         (f"{row['prompt_tokens']:,}", f"{row['paceline_ms']:,}", f"{row['vllm_ms']:,}")
-        for row in load("vllm_comparison.json")["time_to_first_token"]
+        for row in comparison("Qwen3-8B")["time_to_first_token"]
     ]
     return table(("prompt tokens", "Paceline, ms", "vLLM, ms"), rows)
 
 
-def vllm_command() -> str:
-    """The command of the comparison's rows of Paceline."""
-    data = load("vllm_comparison.json")
-    return (
-        "<!-- test: parse needs a GPU -->\n```bash\n"
-        + data["command"].replace(" --", " \\\n  --")
-        + "\n```"
-    )
+def vllm_commands(pair: dict[str, Any]) -> str:
+    """The commands of a comparison; a long one has a line for each option."""
+    shown = (c if len(c) <= 100 else c.replace(" --", " \\\n  --") for c in pair["commands"])
+    return "<!-- test: parse needs a GPU -->\n```bash\n" + "\n".join(shown) + "\n```"
 
 
 def break_even() -> str:
@@ -246,7 +242,7 @@ def break_even() -> str:
                 plain[c] = speed
             elif row["draft_driver"] == "unrolled":
                 cells[c] = f"{row['tokens_per_iteration'] * plain[c] / speed:.2f}"
-        data = load("vllm_comparison.json")
+        data = comparison("Qwen3-8B")
         last = data["rows"][-1]
         cells[last["concurrency"]] = ""
         if data["target"] in words:
@@ -434,7 +430,10 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "h200-sampling": evidence_tables.sampling,
     "h200-summary": evidence_tables.summary,
     "support": support,
-    "vllm-command": vllm_command,
+    "vllm-gpt-oss": lambda: vllm_speed(comparison("GPT-OSS-20B")),
+    "vllm-gpt-oss-commands": lambda: vllm_commands(comparison("GPT-OSS-20B")),
+    "vllm-qwen3": lambda: vllm_speed(comparison("Qwen3-8B")),
+    "vllm-qwen3-commands": lambda: vllm_commands(comparison("Qwen3-8B")),
     "vllm-first-token": vllm_first_token,
     "vllm-calls": vllm_calls,
     "vllm-flags": vllm_flags,
@@ -443,7 +442,6 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "mask-times": mask_times,
     "vllm-sampling": vllm_sampling,
     "vllm-speculative": vllm_speculative,
-    "vllm-speed": vllm_speed,
 }
 
 

@@ -233,6 +233,9 @@ TEST(DecoderConfig, ReadsGatesAndPartsThatAreRotated) {
                        ""};
   EXPECT_THAT(refusal(deepseek_config({shared_gate, shared})),
               HasSubstr("layers[0].mlp.shared_gate is true; allowed: false without shared"));
+  const Edit router_bias = {"\"has_router_bias\": false", "\"has_router_bias\": true"};
+  EXPECT_THAT(refusal(deepseek_config({shared_gate, router_bias})),
+              HasSubstr("allowed: false without shared, and with has_router_bias"));
 }
 
 TEST(DecoderConfig, ReadsSigmoidRoutersAndSharedExperts) {

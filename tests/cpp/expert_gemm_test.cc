@@ -269,6 +269,7 @@ class Mixture {
     route_and_sort(ctx, {.route = {.num_rows = &num_rows,
                                    .max_rows = num_rows,
                                    .logits = logits.data(),
+                                   .logits_stride = s_.num_experts,
                                    .num_experts = s_.num_experts,
                                    .top_k = s_.top_k,
                                    .rule = RouterRule::kSoftmaxOfChosen,

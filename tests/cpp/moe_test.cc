@@ -217,6 +217,7 @@ TEST(RouteAndSort, IsBoth) {
   route_and_sort(ctx, {.route = {.num_rows = &num_rows,
                                  .max_rows = num_rows,
                                  .logits = logits.data(),
+                                 .logits_stride = 32,
                                  .num_experts = 32,
                                  .top_k = 4,
                                  .rule = RouterRule::kSoftmaxOfChosen,
@@ -243,21 +244,27 @@ TEST(RunRouter, IsItsProductAndThenBoth) {
   const int32_t num_rows = 9;
   const int32_t k = 24;
   const std::vector<float> x = random.normals(int64_t{num_rows} * k);
-  const std::vector<float> weight = random.normals(int64_t{6} * k);
-  const std::vector<float> bias = random.normals(6);
-  std::vector<float> logits(static_cast<size_t>(num_rows * 6));
+  const int32_t n = 7;  // the last row of the matrix is no expert's
+  const std::vector<float> weight = random.normals(int64_t{n} * k);
+  const std::vector<float> bias = random.normals(n);
+  std::vector<float> logits(static_cast<size_t>(num_rows * n));
   CpuContext ctx = context_of(1);
   const GemmParams product = {.num_rows = &num_rows,
                               .max_rows = num_rows,
                               .x = x.data(),
                               .x_stride = k,
-                              .weight = plain_matrix(weight.data(), 6, k, DType::kFloat32),
+                              .weight = plain_matrix(weight.data(), n, k, DType::kFloat32),
                               .bias = bias.data(),
                               .y = logits.data(),
-                              .y_stride = 6};
+                              .y_stride = n};
   gemm(ctx, product);
-  const Routing routing = route(logits, num_rows, 6, 2);
+  std::vector<float> of_experts;
+  for (auto row = logits.begin(); row != logits.end(); row += n) {
+    of_experts.insert(of_experts.end(), row, row + 6);
+  }
+  const Routing routing = route(of_experts, num_rows, 6, 2);
   const Sorted sorted = sort(routing.experts, num_rows, 6, 2);
+  const std::vector<float> products = logits;
   std::fill(logits.begin(), logits.end(), kNan);
   std::vector<int32_t> experts(18);
   std::vector<float> weights(18);
@@ -268,6 +275,7 @@ TEST(RunRouter, IsItsProductAndThenBoth) {
                    .route = {.num_rows = &num_rows,
                              .max_rows = num_rows,
                              .logits = logits.data(),
+                             .logits_stride = n,
                              .num_experts = 6,
                              .top_k = 2,
                              .rule = RouterRule::kSoftmaxOfChosen,
@@ -282,6 +290,7 @@ TEST(RunRouter, IsItsProductAndThenBoth) {
                             .source_row = source_row.data(),
                             .expert_row = expert_row.data(),
                             .counters = nullptr}});
+  EXPECT_EQ(logits, products);
   EXPECT_EQ(experts, routing.experts);
   EXPECT_EQ(weights, routing.weights);
   EXPECT_EQ(expert_begin, sorted.expert_begin);
@@ -301,6 +310,7 @@ struct Combination {
   std::vector<float> base = {};       // empty: none
   bool has_shared = false;            // whose expert rows follow the others in x
   std::vector<float> base_gate = {};  // empty: none
+  int64_t base_gate_stride = 1;
 };
 
 Combination random_combination(Random& random, int32_t num_rows, int32_t top_k, int32_t hidden) {
@@ -329,7 +339,8 @@ std::vector<float> combine(const Combination& c, int num_threads = 2) {
                         .hidden = c.hidden,
                         .base = c.base.empty() ? nullptr : y.data(),
                         .has_shared = c.has_shared,
-                        .base_gate = c.base_gate.empty() ? nullptr : c.base_gate.data()});
+                        .base_gate = c.base_gate.empty() ? nullptr : c.base_gate.data(),
+                        .base_gate_stride = c.base_gate_stride});
   return y;
 }
 
@@ -416,10 +427,13 @@ TEST(CombineExperts, AGateScalesTheBaseAlone) {
         ASSERT_TRUE(is_near(y[at], want, 4e-6, 1e-6)) << "row " << row << " column " << i;
       }
     }
-    // The same base among the expert rows.
+    // The same base among the expert rows, and gates that are no neighbours.
     c.has_shared = true;
     c.x.insert(c.x.end(), c.base.begin(), c.base.end());
     c.base.clear();
+    c.base_gate_stride = 3;
+    c.base_gate.resize(13, kNan);
+    for (const size_t row : {4, 3, 2, 1}) std::swap(c.base_gate[3 * row], c.base_gate[row]);
     EXPECT_EQ(combine(c), y);
   }
 }

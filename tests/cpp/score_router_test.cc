@@ -143,7 +143,7 @@ TEST(RouteByScore, MatchesReference) {
 }
 
 TEST(RouteByScore, ATableChoosesTheExpertsOfATokenAndScoresWeighThem) {
-  const std::vector<float> logits = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  const std::vector<float> logits = {0, 1, 2, 3, kNan, 0, 1, 2, 3, kNan, 0, 1, 2, 3};
   const std::vector<int32_t> table = {3, 0, 1, 2};  // of tokens 0 and 1
   const std::vector<int32_t> tokens = {1, 0, 2};    // token 2 is outside
   constexpr int32_t kRows = 3;
@@ -153,6 +153,7 @@ TEST(RouteByScore, ATableChoosesTheExpertsOfATokenAndScoresWeighThem) {
   RouteExpertsParams p = {.num_rows = &kRows,
                           .max_rows = kRows,
                           .logits = logits.data(),
+                          .logits_stride = 5,
                           .num_experts = 4,
                           .top_k = 2,
                           .rule = RouterRule::kSqrtSoftplus,
@@ -173,6 +174,9 @@ TEST(RouteByScore, ATableChoosesTheExpertsOfATokenAndScoresWeighThem) {
       EXPECT_NEAR(weights[2 * row + place], of(place) / (of(0) + of(1)) * 1.5, 1e-6);
     }
   }
+  p.logits_stride = 3;
+  EXPECT_THROW(route_experts(ctx, p), InternalError);
+  p.logits_stride = 5;
   p.rule = RouterRule::kSigmoid;
   EXPECT_THROW(route_experts(ctx, p), InternalError);
 }

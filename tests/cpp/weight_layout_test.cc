@@ -232,6 +232,22 @@ TEST(WeightLayout, JoinsTheTensorsOfEveryExpert) {
   EXPECT_EQ(costs["layers.0.mlp.shared.gate_up"].num_experts, 0);
 }
 
+TEST(WeightLayout, TheGateOfASharedExpertIsTheLastRowOfTheRouter) {
+  const DecoderConfig config = parse_decoder_config(
+      deepseek_config({{"\"per_expert\": true", "\"per_expert\": true, \"shared_gate\": true"}}));
+  DecoderWeights weights;
+  Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
+  lay_out(config, carver, weights);
+  std::map<std::string, NamedWeight> named;
+  for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = weight;
+  const NamedWeight& router = named["layers.0.mlp.router.weight"];
+  const NamedWeight& gate = named["layers.0.mlp.shared_gate.weight"];
+  EXPECT_THAT(router.dims(), ElementsAre(6, 160));
+  EXPECT_THAT(gate.dims(), ElementsAre(1, 160));
+  EXPECT_EQ(gate.offset, router.offset + 6 * 160 * 2);
+  EXPECT_EQ(std::get<MoeMlpWeights>(weights.layers[0].mlp).router.weight.n, 7);
+}
+
 TEST(WeightLayout, TransposesPlainExperts) {
   const DecoderConfig config = parse_decoder_config(mixture_config(
       {{"\"interleaved\": true,", "\"transposed\": true"},

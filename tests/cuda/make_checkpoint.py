@@ -1,109 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a full-size checkpoint of a bench configuration with random weights, to measure loading.
+"""Writes a full-size checkpoint of a bench configuration with random weights, as published.
 
     make_checkpoint.py gpt-oss-20b FOLDER
 
-Weights without scales are bfloat16, normal with standard deviation 0.02. Elements of fp8 and mxfp4
-are random bits, with scales that give a similar spread. Shards have about 4 GB, and several are
-written at the same time. Needs torch, and takes minutes without a GPU.
+Weights without scales are bfloat16, normal with standard deviation 0.02; those of norms have a mean
+of 1, so that a router sees states of ordinary size and spreads tokens over the experts. Elements of
+fp8 and mxfp4 are random bits, with scales that give a similar spread. Shards have about 4 GB, and
+several are written at the same time. Needs torch, and takes minutes without a GPU.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
-from paceline.loader.families import ARCHITECTURES, translate
-from paceline.loader.family import TensorSpec
-from paceline.loader.hf_config import parse_hf_config
-
-SHARD_BYTES = 4 << 30
+SHARD_BYTES: Final = 4 << 30
 #: Shards written at the same time: most of the time is copying, to the host and to files.
-WRITERS = 8
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WRITERS: Final = 8
+DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
+#: Bytes of an element, by its name in files.
+ITEM_BYTES: Final = {"BF16": 2, "F8_E4M3": 1, "U8": 1, "BOOL": 1, "I64": 8}
+#: The standard deviation of weights, and the mean of those of norms.
+SPREAD: Final = 0.02
+NORM_MEAN: Final = 1.0
 
 
-def dtype_of(tensor: TensorSpec) -> str:
-    """The dtype that published checkpoints store it in."""
-    if tensor.name.endswith(".scales") and "BF16" in tensor.dtypes:
-        return "BF16"
-    return tensor.dtypes[0]
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, which is made when it is written.
+
+    Attributes:
+        name: Its name in the file.
+        dtype: A key of `ITEM_BYTES`.
+        shape: Its shape.
+        make: Returns its values.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def size_of(tensor: TensorSpec) -> int:
-    """Its bytes in the file."""
-    return torch.Size(tensor.shape).numel() * (2 if dtype_of(tensor) == "BF16" else 1)
+def random_entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
+    """A tensor with random values; its name tells scales and norms."""
+    return Entry(name, dtype, shape, partial(_random_values, name, dtype, shape))
 
 
-def random_bytes(tensor: TensorSpec) -> memoryview:
-    """Values for the file, of mean 0 and a standard deviation of about 0.02."""
-    is_scale = tensor.name.endswith(".scales")
-    if dtype_of(tensor) == "U8":
+def _random_values(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    is_scale = name.endswith(("scales", "scale", "scale_inv"))
+    if dtype == "U8":
         # The elements of mxfp4 have a standard deviation of 3, so a scale is about 2^-7.
         low, high = (119, 122) if is_scale else (0, 256)
-        values = torch.randint(low, high, tensor.shape, device=DEVICE, dtype=torch.uint8)
-    elif dtype_of(tensor) == "F8_E4M3":
-        values = torch.randn(tensor.shape, device=DEVICE, dtype=torch.bfloat16) * 100
-        values = values.clamp(-448, 448).to(torch.float8_e4m3fn)
-    else:
-        values = torch.randn(tensor.shape, device=DEVICE, dtype=torch.bfloat16)
-        values = values.abs() * 1e-4 + 1e-4 if is_scale else values * 0.02
-    return memoryview(values.view(torch.uint8).cpu().numpy())
+        return torch.randint(low, high, shape, device=DEVICE, dtype=torch.uint8)
+    values = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    if dtype == "F8_E4M3":
+        return (values * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    if is_scale:
+        return values.abs() * 1e-4 + 1e-4
+    values *= SPREAD
+    return values + NORM_MEAN if name.endswith("norm.weight") else values
 
 
-def write_shard(path: Path, shard: list[tuple[str, TensorSpec]]) -> None:
-    """Writes tensors, under the names that come with them, to a safetensors file."""
-    header = {}
+def write_file(path: Path, entries: Sequence[Entry]) -> None:
+    """Writes a safetensors file. Its data begins at a multiple of 8 bytes, as readers like it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for key, tensor in shard:
-        begin, end = end, end + size_of(tensor)
-        header[key] = {
-            "dtype": dtype_of(tensor),
-            "shape": list(tensor.shape),
+    for entry in entries:
+        begin, end = end, end + entry.nbytes
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
     with open(path, "wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in shard:
-            out.write(random_bytes(tensor))
+        for entry in entries:
+            out.write(memoryview(entry.make().contiguous().view(torch.uint8).cpu().numpy()))
 
 
-def main(name: str, folder: Path) -> None:
-    """Writes config.json, the shards and their index into `folder`."""
+def published_entries(config: Mapping[str, Any], name: str) -> list[Entry]:
+    """The tensors of a target, under their published names and in their published dtypes.
+
+    Args:
+        config: The object in its `config.json`.
+        name: Of the configuration, for messages.
+
+    Raises:
+        NotImplementedError: They have a dtype that is not written.
+    """
+    from paceline.loader.families import ARCHITECTURES, translate
+    from paceline.loader.hf_config import parse_hf_config
+
+    family = translate(parse_hf_config(dict(config), name, ARCHITECTURES))
+    entries = []
+    for tensor in family.tensors:
+        prefix = "" if tensor.source in family.lm_head_names else family.prefixes[0]
+        is_scale = tensor.name.endswith(".scales")
+        dtype = "BF16" if is_scale and "BF16" in tensor.dtypes else tensor.dtypes[0]
+        if dtype not in ITEM_BYTES:
+            raise NotImplementedError(
+                f"{name} has tensors in {dtype}; allowed: {', '.join(ITEM_BYTES)}"
+            )
+        entries.append(random_entry(prefix + tensor.source, dtype, tensor.shape))
+    return entries
+
+
+def write_target(config: Mapping[str, Any], name: str, folder: Path) -> None:
+    """Writes config.json, the shards and their index into `folder`; arguments as above."""
+    shards: list[list[Entry]] = [[]]
+    size = total = 0
+    for entry in published_entries(config, name):
+        size += entry.nbytes
+        total += entry.nbytes
+        if size > SHARD_BYTES:
+            shards.append([])
+            size = entry.nbytes
+        shards[-1].append(entry)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(write_file, [folder / file for file in files], shards))
+    names = {entry.name: file for file, of in zip(files, shards, strict=True) for entry in of}
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def named_config(name: str) -> dict[str, Any]:
+    """Returns a configuration that ships with the bench.
+
+    Raises:
+        ValueError: There is none of this name; lists those that exist.
+    """
     import paceline.bench
 
     configs = Path(paceline.bench.__file__).parent / "configs"
     names = sorted(path.stem for path in configs.glob("*.json"))
     if name not in names:
-        sys.exit(f"make_checkpoint.py: configuration is {name!r}; allowed: {', '.join(names)}")
-    config = json.loads((configs / f"{name}.json").read_text())
-    family = translate(parse_hf_config(config, name, ARCHITECTURES))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    shards: list[list[tuple[str, TensorSpec]]] = [[]]
-    size = 0
-    for tensor in family.tensors:
-        prefix = "" if tensor.source in family.lm_head_names else family.prefixes[0]
-        size += size_of(tensor)
-        if size > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append((prefix + tensor.source, tensor))
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(write_shard, [folder / file for file in files], shards))
-    weight_map = {key: file for file, shard in zip(files, shards, strict=True) for key, _ in shard}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        raise ValueError(f"configuration is {name!r}; allowed: {', '.join(names)}")
+    config: dict[str, Any] = json.loads((configs / f"{name}.json").read_text())
+    return config
+
+
+def main() -> None:
+    """Reads the command line and writes the checkpoint."""
+    if len(sys.argv) != 3:
+        sys.exit("usage: make_checkpoint.py CONFIGURATION FOLDER")
+    try:
+        write_target(named_config(sys.argv[1]), sys.argv[1], Path(sys.argv[2]))
+    except (ValueError, NotImplementedError) as error:
+        sys.exit(f"make_checkpoint.py: {error}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: make_checkpoint.py CONFIGURATION FOLDER")
-    main(sys.argv[1], Path(sys.argv[2]))
+    main()

@@ -46,10 +46,35 @@ def test_chart_is_that_of_the_data() -> None:
     drawn = chart.draw(data)
     assert drawn == chart.CHART.read_text(), "run: python docs/scripts/chart.py"
     # Every figure is written out, and the place where the engines are level.
-    for row in data["rows"]:
+    for row in (row for pair in data["pairs"] for row in pair["rows"]):
         for key in ("paceline_ms", "vllm_ms", "paceline_tokens_per_s", "vllm_tokens_per_s"):
             assert f">{row[key]:,}</text>" in drawn
-    assert "At c = 256 an iteration takes the same time in both engines." in drawn
+    assert drawn.count("At c = 256 an iteration takes the same time in both engines.") == 1
+    assert drawn.count("At c = 16 vLLM's time looks like a fault of that release.") == 1
+
+
+def test_chart_has_the_pairs_below_one_another() -> None:
+    chart = load("chart")
+    data = json.loads(chart.DATA.read_text())
+    whole = ElementTree.fromstring(chart.draw(data))
+    parts = [ElementTree.fromstring(chart.draw({"pairs": [pair]})) for pair in data["pairs"]]
+    assert float(whole.attrib["height"]) == sum(float(part.attrib["height"]) for part in parts)
+    texts = [e for e in whole.iter() if e.tag.endswith("}text")]
+    heights = [float(e.attrib["y"]) for e in texts if e.attrib["font-size"] == "17"]
+    titles = [e.text or "" for e in texts if e.attrib["font-size"] == "17"]
+    assert [title.split()[0] for title in titles] == ["GPT-OSS-20B", "Qwen3-8B"]
+    assert heights[1] - heights[0] == float(parts[0].attrib["height"])
+    # A letter of this size is at most 7 units wide.
+    for element in (e for e in texts if e.attrib["font-size"] == "13"):
+        assert float(element.attrib["x"]) + 7 * len(element.text or "") < chart.WIDTH
+
+
+def test_chart_refuses_a_comparison_without_one_engine() -> None:
+    chart = load("chart")
+    data = json.loads(chart.DATA.read_text())
+    del data["pairs"][0]["rows"][2]["vllm_ms"]
+    with pytest.raises(ValueError, match="GPT-OSS-20B has no figures of vLLM at c = 64"):
+        chart.draw(data)
 
 
 def test_generated_parts_are_up_to_date(tables: Any) -> None:
@@ -81,19 +106,22 @@ def test_a_name_without_words_is_refused(tables: Any, monkeypatch: pytest.Monkey
 
 
 def test_figures_in_running_text_are_those_of_the_data(tables: Any) -> None:
-    data = tables.load("vllm_comparison.json")
+    data = tables.comparison("Qwen3-8B")
     first, last = data["rows"][0], data["rows"][-1]
-    faster = f"{first['vllm_ms'] / first['paceline_ms']:.2f} times as fast as in vLLM"
     share = f"{last['paceline_tokens_per_s'] / last['paceline_plain_tokens_per_s']:.2f}"
     by_k = {row["k"]: row for row in tables.load("draft_lengths.json")["rows"]}
     texts = {
         page: " ".join((ROOT / page).read_text().split())
         for page in ("README.md", "docs/performance.md", "docs/choosing-a-drafter.md")
     }
-    assert faster in texts["README.md"]
-    ratios = [f"{row['vllm_ms'] / row['paceline_ms']:.2f}" for row in data["rows"]]
-    listed = f"{', '.join(ratios[:-1])} and {ratios[-1]} times as long"
-    assert f"vLLM 0.26 takes {listed}" in texts["docs/performance.md"]
+    for target, words in (("GPT-OSS-20B", "takes "), ("Qwen3-8B", "and ")):
+        rows = tables.comparison(target)["rows"]
+        ratios = [f"{row['vllm_ms'] / row['paceline_ms']:.2f}" for row in rows]
+        assert f"{ratios[0]} times as fast as in vLLM with one request" in texts["README.md"]
+        listed = f"{words}{', '.join(ratios[:-1])} and {ratios[-1]} times as long with the {target}"
+        assert listed in texts["docs/performance.md"]
+        if target == "GPT-OSS-20B":
+            assert f"and {ratios[-1]} times with 256" in texts["README.md"]
     assert f"speculation reaches {share} of its tokens/s" in texts["docs/performance.md"]
     assert f"reaches {share} of plain decoding" in texts["docs/choosing-a-drafter.md"]
     for k in (1, 3):

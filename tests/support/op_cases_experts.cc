@@ -174,6 +174,7 @@ OpInstance make_mixture(const MixtureSpec& s, const Rows& rows, uint64_t seed) {
     route_and_sort(ctx, RouteAndSortParams{.route = {.num_rows = at.get<int32_t>(num_rows),
                                                      .max_rows = max_rows,
                                                      .logits = at.get<float>(logits),
+                                                     .logits_stride = s.num_experts,
                                                      .num_experts = s.num_experts,
                                                      .top_k = s.top_k,
                                                      .rule = RouterRule::kSoftmaxOfChosen,

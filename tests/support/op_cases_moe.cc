@@ -48,9 +48,11 @@ std::string first_difference(const OpArray& array, const std::vector<std::byte>&
 
 // The logits of a case of route_experts.
 OpArray logits_array(const RouteSpec& s, const Rows& rows, uint64_t seed) {
-  return row_array(
-      "logits", Element::kF32, Element::kF32, rows, s.num_experts,
-      [=](int64_t id, float* to) { fill_logits(s.logits, s.num_experts, id, seed, to); });
+  return row_array("logits", Element::kF32, Element::kF32, rows, s.num_experts + s.logits_padding,
+                   [=](int64_t id, float* to) {
+                     fill_logits(s.logits, s.num_experts, id, seed, to);
+                     std::fill_n(to + s.num_experts, s.logits_padding, kInf);
+                   });
 }
 
 // The arrays of a case of route_experts.
@@ -109,6 +111,7 @@ struct RouteArrays {
     return {.num_rows = at.get<int32_t>(num_rows),
             .max_rows = max_rows,
             .logits = at.get<float>(logits),
+            .logits_stride = s.num_experts + s.logits_padding,
             .num_experts = s.num_experts,
             .top_k = s.top_k,
             .rule = s.rule,
@@ -195,11 +198,12 @@ struct CombineArrays {
       };
       out = row_array("y", Element::kF32, element, rows, s.hidden, base, Role::kInOut);
     }
-    if (s.has_base_gate) {
-      base_gate = op.add(
-          row_array("base_gate", Element::kF32, Element::kF32, rows, 1, [=](int64_t id, float* to) {
-            Stream(seed, kBaseGate, static_cast<uint64_t>(id)).fill(to, 1, 3.0f);
-          }));
+    if (s.base_gate_stride > 0) {
+      base_gate =
+          op.add(row_array("base_gate", Element::kF32, Element::kF32, rows, s.base_gate_stride,
+                           [=](int64_t id, float* to) {
+                             Stream(seed, kBaseGate, static_cast<uint64_t>(id)).fill(to, 1, 3.0f);
+                           }));
     }
     out.compare = Compare::kByCase;
     y = op.add(out);
@@ -216,7 +220,8 @@ struct CombineArrays {
             .dtype = dtype,
             .base = s.has_base ? at.raw(y) : nullptr,
             .has_shared = s.has_shared,
-            .base_gate = at.get<float>(base_gate)};
+            .base_gate = at.get<float>(base_gate),
+            .base_gate_stride = s.base_gate_stride};
   }
 
   CombineSpec s;
@@ -243,7 +248,8 @@ struct RouterArrays {
                 .rule = spec.rule,
                 .scoring = spec.scoring,
                 .logit_scale = spec.logit_scale,
-                .has_expert_scales = spec.has_expert_scales},
+                .has_expert_scales = spec.has_expert_scales,
+                .logits_padding = spec.outputs() - spec.num_experts},
                rows, seed, unwritten_logits(spec, rows)),
         sorted(op, {.num_experts = spec.num_experts, .top_k = spec.top_k}, rows) {}
   template <class Ctx>
@@ -253,10 +259,10 @@ struct RouterArrays {
                         .max_rows = route.max_rows,
                         .x = at.raw(x),
                         .x_stride = s.k + s.x_padding,
-                        .weight = plain_matrix(at.raw(weight), s.num_experts, s.k, s.dtype),
+                        .weight = plain_matrix(at.raw(weight), s.outputs(), s.k, s.dtype),
                         .bias = at.get<float>(bias),
                         .y = at.get<float>(routed.logits),
-                        .y_stride = s.num_experts,
+                        .y_stride = s.outputs(),
                         .x_dtype = activation_dtype(ctx, s.dtype),
                         .y_dtype = DType::kFloat32},
             .route = route,
@@ -291,9 +297,9 @@ struct RouterArrays {
   // Multiples of 1/64. With ties, neighbouring experts have the same.
   static OpArray weight_array(const RouterSpec& s, uint64_t seed) {
     OpArray array = float_array(
-        "weight", element_of(s.dtype), element_of(s.dtype), int64_t{s.num_experts} * s.k,
+        "weight", element_of(s.dtype), element_of(s.dtype), int64_t{s.outputs()} * s.k,
         [=](float* to) {
-          for (int32_t e = 0; e < s.num_experts; ++e, to += s.k) {
+          for (int32_t e = 0; e < s.outputs(); ++e, to += s.k) {
             Stream stream(seed, kRouterWeight,
                           static_cast<uint64_t>(s.logits == LogitKind::kTies ? e / 2 : e));
             for (int32_t i = 0; i < s.k; ++i) {
@@ -305,28 +311,27 @@ struct RouterArrays {
     return array;
   }
   static OpArray bias_array(const RouterSpec& s, uint64_t seed) {
-    OpArray array =
-        float_array("bias", Element::kF32, Element::kF32, s.num_experts, [=](float* to) {
-          constexpr float kInfinity = std::numeric_limits<float>::infinity();
-          Stream stream(seed, kRouterBias);
-          for (int32_t e = 0; e < s.num_experts; ++e) {
-            to[e] = s.logits == LogitKind::kTies ? static_cast<float>(e / 2 % 3)
-                                                 : static_cast<float>(stream.below(65)) / 16;
-            if (s.logits == LogitKind::kHoles && stream.one_in(3)) {
-              to[e] = stream.one_in(2) ? std::numeric_limits<float>::quiet_NaN() : -kInfinity;
-            }
-            if (s.logits == LogitKind::kInfinite && stream.one_in(s.num_experts / 3 + 1)) {
-              to[e] = kInfinity;
-            }
-          }
-        });
+    OpArray array = float_array("bias", Element::kF32, Element::kF32, s.outputs(), [=](float* to) {
+      constexpr float kInfinity = std::numeric_limits<float>::infinity();
+      Stream stream(seed, kRouterBias);
+      for (int32_t e = 0; e < s.outputs(); ++e) {
+        to[e] = s.logits == LogitKind::kTies ? static_cast<float>(e / 2 % 3)
+                                             : static_cast<float>(stream.below(65)) / 16;
+        if (s.logits == LogitKind::kHoles && stream.one_in(3)) {
+          to[e] = stream.one_in(2) ? std::numeric_limits<float>::quiet_NaN() : -kInfinity;
+        }
+        if (s.logits == LogitKind::kInfinite && stream.one_in(s.num_experts / 3 + 1)) {
+          to[e] = kInfinity;
+        }
+      }
+    });
     array.is_constant = true;
     return array;
   }
   static OpArray unwritten_logits(const RouterSpec& s, const Rows& rows) {
     OpArray array = output_array("logits", Element::kF32, Element::kF32,
-                                 int64_t{rows.max_rows} * s.num_experts, 0);
-    array.compare = Compare::kByCase;  // only what follows from them is compared
+                                 int64_t{rows.max_rows} * s.outputs(), 0);
+    array.compare = Compare::kByCase;  // only what follows from them is compared, and the gate
     return array;
   }
 };
@@ -356,6 +361,18 @@ OpInstance make_router(const RouterSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const RouterArrays arrays(op, s, rows, seed);
   op.set_run([arrays](auto& ctx, const Addresses& at) { run_router(ctx, arrays.params(ctx, at)); });
+  if (!s.has_gate) return op;
+  op.check = [s, check = op.check, num_rows = std::ssize(rows.ids),
+              logits = static_cast<size_t>(arrays.routed.logits)](
+                 const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t i = row * s.outputs() + s.num_experts;
+      const double want = float_at(Element::kF32, cpu[logits].data(), i);
+      const double got = float_at(Element::kF32, cuda[logits].data(), i);
+      if (want != got) return "the gate of row " + std::to_string(row) + " differs";
+    }
+    return check(cpu, cuda, num_different);
+  };
   return op;
 }
 

@@ -23,6 +23,7 @@ struct RouteSpec {
   int32_t vocab_size = 0;  // not 0: experts by token
   float logit_scale = 1.0f;
   bool has_expert_scales = false;
+  int32_t logits_padding = 0;  // between rows: the best logits
 };
 
 // A router, from its rows to the order of the expert rows.
@@ -40,6 +41,9 @@ struct RouterSpec {
   ScoreRouting scoring = {};
   float logit_scale = 1.0f;
   bool has_expert_scales = false;
+  bool has_gate = false;  // in one more row of the matrix
+
+  [[nodiscard]] int32_t outputs() const { return num_experts + (has_gate ? 1 : 0); }
 };
 
 // Where the rows of a batch go.
@@ -77,7 +81,7 @@ struct CombineSpec {
   bool only_adds = false;  // of make_combine_and_norm: to the residual
   bool has_base = false;   // which is y
   bool has_shared = false;
-  bool has_base_gate = false;
+  int32_t base_gate_stride = 0;  // 0: no gate
 };
 // From the router's logits to the combined rows.
 struct MixtureSpec {

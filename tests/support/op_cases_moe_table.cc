@@ -68,6 +68,9 @@ MixtureSpec gpt_oss(int32_t num_experts, const WeightSpec& weight) {
           .shift = kShift};
 }
 
+// The logits of some cases have a gate after those of the experts.
+int32_t padding_of(int32_t num_experts) { return num_experts == 33 || num_experts == 256 ? 1 : 0; }
+
 const char* routed_suffix(Routed routed) {
   switch (routed) {
     case Routed::kRandom:
@@ -190,9 +193,15 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                    .k = 704,
                    .has_bias = false,
                    .logit_scale = 0.02f,
-                   .has_expert_scales = true}}) {
+                   .has_expert_scales = true},
+        RouterSpec{.num_experts = 32, .top_k = 4, .k = 256, .has_gate = true},
+        RouterSpec{.num_experts = 100, .top_k = 4, .k = 64, .has_bias = false, .has_gate = true},
+        RouterSpec{.num_experts = 128, .top_k = 8, .k = 320, .has_bias = false, .has_gate = true},
+        RouterSpec{
+            .num_experts = 256, .top_k = 8, .k = 2048, .has_bias = false, .has_gate = true}}) {
     cases.push_back(row_wise("router_" + std::to_string(spec.top_k) + "of" +
-                                 std::to_string(spec.num_experts) + "_k" + std::to_string(spec.k),
+                                 std::to_string(spec.num_experts) + "_k" + std::to_string(spec.k) +
+                                 (spec.has_gate ? "_gate" : ""),
                              make_router, spec, spec.logits == LogitKind::kPlain));
   }
   for (const auto& [num_experts, top_k] : {std::pair{1, 1},
@@ -209,7 +218,10 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                                            {kMaxExperts, kMaxTopK}}) {
     for (const auto& [logits, suffix] : kUsualLogits) {
       const std::string name = std::to_string(top_k) + "of" + std::to_string(num_experts) + suffix;
-      const RouteSpec spec = {num_experts, top_k, logits};
+      const RouteSpec spec = {.num_experts = num_experts,
+                              .top_k = top_k,
+                              .logits = logits,
+                              .logits_padding = padding_of(num_experts)};
       const bool is_invariance_case =
           num_experts == 32 || num_experts == 128 || num_experts == 1000;
       cases.push_back(row_wise("route_" + name, make_route, spec, is_invariance_case));
@@ -225,6 +237,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
       const RouteSpec of_all = {num_experts, top_k, logits, RouterRule::kSoftmax};
       RouteSpec scaled = {num_experts, top_k, logits};
       scaled.logit_scale = 0.25f;
+      scaled.logits_padding = padding_of(num_experts);
       scaled.has_expert_scales = true;
       for (const auto& [spec, prefix] : {std::pair{of_all, "by_softmax_"}, {scaled, "scaled_"}}) {
         cases.push_back(row_wise("route_" + (prefix + name), make_route, spec, num_experts == 128));
@@ -255,7 +268,8 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                                 .scoring = {.num_groups = num_groups,
                                             .top_groups = top_groups,
                                             .normalises = num_experts != 33,
-                                            .scale = 1.8f}};
+                                            .scale = 1.8f},
+                                .logits_padding = padding_of(num_experts)};
         std::string name = rule_name + std::to_string(top_k) + "of" + std::to_string(num_experts);
         if (num_groups > 1) {
           name += "_groups" + std::to_string(top_groups) + "of" + std::to_string(num_groups);
@@ -278,7 +292,8 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                               .logits = logits,
                               .rule = RouterRule::kSqrtSoftplus,
                               .scoring = {.normalises = true, .scale = 1.5f},
-                              .vocab_size = vocab_size};
+                              .vocab_size = vocab_size,
+                              .logits_padding = padding_of(num_experts)};
       const std::string name =
           "by_token_" + std::to_string(top_k) + "of" + std::to_string(num_experts) + suffix;
       cases.push_back(row_wise("route_" + name, make_route, spec, num_experts == 256));
@@ -302,12 +317,13 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
       cases.push_back(row_wise("combine_shared_" + name, make_combine, spec, true));
       cases.push_back(
           row_wise("combine_and_norm_shared_" + name, make_combine_and_norm, spec, true));
-      spec.has_base_gate = true;
+      spec.base_gate_stride = 65;
       cases.push_back(row_wise("combine_gated_shared_" + name, make_combine, spec, true));
       cases.push_back(
           row_wise("combine_and_norm_gated_shared_" + name, make_combine_and_norm, spec, true));
       spec.has_shared = false;
       spec.has_base = true;
+      spec.base_gate_stride = 1;
       cases.push_back(row_wise("combine_with_gated_base_" + name, make_combine, spec, true));
     }
   }

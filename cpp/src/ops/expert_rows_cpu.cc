@@ -51,7 +51,7 @@ void choose_experts(const float* scores, const ExpertGroups& groups, int32_t num
 }
 
 void route_by_softmax(const RouteExpertsParams& p, int32_t row, int32_t* experts, float* weights) {
-  const float* const logits = p.logits + int64_t{row} * p.num_experts;
+  const float* const logits = p.logits + row * p.logits_stride;
   choose_experts(logits, {.size = p.num_experts}, p.num_experts, p.top_k, experts, weights);
   const float best = weights[0];
   const auto term = [&](float logit) { return exp_one((logit - best) * p.logit_scale); };
@@ -112,8 +112,7 @@ void route_by_score(const RouteExpertsParams& p, int32_t row, int32_t* experts, 
   const ScoreRouting& routing = p.scoring;
   std::array<float, kMaxExperts> scores;
   std::array<float, kMaxExperts> choice;
-  run_best_isa<ScoreKernel<kRule>>(p.logits + int64_t{row} * p.num_experts, scores.data(),
-                                   p.num_experts);
+  run_best_isa<ScoreKernel<kRule>>(p.logits + row * p.logits_stride, scores.data(), p.num_experts);
   if (p.token_experts != nullptr) {
     copy_token_experts(p, row, experts);
   } else {
@@ -147,7 +146,8 @@ struct CombineKernel {
                                   : nullptr;
     const int32_t* const expert_row = p.expert_row + row * p.top_k;
     const float* const weights = p.weights + row * p.top_k;
-    const float scale = p.base_gate == nullptr ? 1.0f : sigmoid_same_bits(p.base_gate[row]);
+    const float scale =
+        p.base_gate == nullptr ? 1.0f : sigmoid_same_bits(p.base_gate[row * p.base_gate_stride]);
     constexpr int32_t kColumns = 64;  // whose sums stay in registers
     int32_t first = 0;
     for (; first + kColumns <= p.hidden; first += kColumns) {
@@ -179,6 +179,7 @@ void check_routing(const RouteExpertsParams& p) {
   PACELINE_CHECK(p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.top_k >= 1 &&
                      p.top_k <= kMaxTopK && p.top_k <= p.num_experts,
                  p.top_k, " of ", p.num_experts, " experts");
+  PACELINE_CHECK(p.logits_stride >= p.num_experts, "logits ", p.logits_stride, " apart");
   if (p.token_experts != nullptr) {
     PACELINE_CHECK(p.rule == RouterRule::kSqrtSoftplus && p.token_ids != nullptr &&
                        p.vocab_size >= 1 && p.scoring.num_groups == 1,

@@ -54,7 +54,8 @@ inline constexpr int32_t kMaxExpertGroups = 32;
 struct RouteExpertsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const float* logits;  // [max_rows, num_experts]
+  const float* logits;    // [max_rows, num_experts], rows logits_stride apart
+  int64_t logits_stride;  // at least num_experts
   int32_t num_experts;
   int32_t top_k;  // 1 to num_experts, at most kMaxTopK
   RouterRule rule;
@@ -108,9 +109,10 @@ struct RouteAndSortParams {
 void route_and_sort(CpuContext&, const RouteAndSortParams&);
 void route_and_sort(CudaContext&, const RouteAndSortParams&);
 
-// The router of a mixture: `gemm`, then route_and_sort with its y as the logits.
+// The router of a mixture: `gemm`, then route_and_sort with its y as the logits. Rows of the matrix
+// after those of the experts give numbers that other ops read.
 struct RouterParams {
-  GemmParams product;  // [num_experts, k]; y is route.logits, float32 and contiguous
+  GemmParams product;  // [at least num_experts, k]; y is route.logits, float32
   RouteExpertsParams route;
   SortExpertRowsParams sort;
 };
@@ -169,8 +171,9 @@ struct CombineExpertsParams {
   const void* base = nullptr;  // [max_rows, hidden] dtype, may be y; null: 0
   // The base of a row is the output of the shared expert, an expert row of x; `base` is null.
   bool has_shared = false;
-  // The base of a row is multiplied by sigmoid_same_bits(base_gate[row]).
+  // The base of a row is multiplied by sigmoid_same_bits(base_gate[row * base_gate_stride]).
   const float* base_gate = nullptr;  // [max_rows], with a base; or null
+  int64_t base_gate_stride = 0;
 };
 void combine_experts(CpuContext&, const CombineExpertsParams&);
 void combine_experts(CudaContext&, const CombineExpertsParams&);

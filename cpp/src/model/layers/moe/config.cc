@@ -113,7 +113,9 @@ MoeMlp read_mixture(const Json& json, int32_t hidden) {
     mlp.shared = read_dense(*shared, hidden);
   }
   mlp.has_shared_gate = read_switch(json, "shared_gate");
-  if (mlp.has_shared_gate && !mlp.shared) json.at("shared_gate").refuse("false without shared");
+  if (mlp.has_shared_gate && (!mlp.shared || mlp.has_router_bias)) {
+    json.at("shared_gate").refuse("false without shared, and with has_router_bias");
+  }
   return mlp;
 }
 

@@ -7,7 +7,6 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "model/forward/activations.h"
-#include "model/forward/layer_ops.h"
 #include "model/layers/dense/layer.h"
 #include "ops/moe.h"
 
@@ -17,10 +16,10 @@ void MoeWidths::merge(const MoeMlp& mlp, const ScratchSizes& sizes) {
   const int64_t places = mlp.top_k;
   hidden = std::max(hidden, sizes.hidden);
   num_experts = std::max<int64_t>(num_experts, mlp.num_experts);
+  num_logits = std::max<int64_t>(num_logits, mlp.num_experts + (mlp.has_shared_gate ? 1 : 0));
   top_k = std::max(top_k, places);
   expert_output = std::max(expert_output, places * sizes.hidden);
   has_joined = has_joined || mlp.joins_shared();
-  has_shared_gate = has_shared_gate || mlp.has_shared_gate;
 }
 
 MoeScratch MoeWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) const {
@@ -29,13 +28,12 @@ MoeScratch MoeWidths::allocate(DeviceArena& arena, int64_t rows, DType dtype) co
   const auto floats = [&](int64_t count) { return arena.allocate<float>(count, "activations"); };
   const int64_t joined_rows = has_joined ? std::min<int64_t>(rows, kMaxJoinedRows) : 0;
   const int64_t outputs = rows * expert_output + joined_rows * hidden;
-  return {.logits = floats(rows * num_experts),
+  return {.logits = floats(rows * num_logits),
           .experts = ints(rows * top_k),
           .weights = floats(rows * top_k),
           .expert_begin = ints(num_experts + 2),
           .source_row = ints(rows * top_k + joined_rows),
           .expert_row = ints(rows * top_k),
-          .shared_gate = has_shared_gate ? floats(rows) : nullptr,
           .output = arena.allocate<std::byte>(outputs * dtype_bytes(dtype), "activations")};
 }
 
@@ -60,12 +58,13 @@ void route_rows(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const MlpPass
                                                .weight = w.router.weight,
                                                .bias = w.router.bias,
                                                .y = a.logits,
-                                               .y_stride = m.num_experts,
+                                               .y_stride = w.router.weight.n,
                                                .x_dtype = activations.dtype,
                                                .y_dtype = DType::kFloat32},
                                    .route = {.num_rows = rows.num_rows,
                                              .max_rows = rows.capacity,
                                              .logits = a.logits,
+                                             .logits_stride = w.router.weight.n,
                                              .num_experts = m.num_experts,
                                              .top_k = m.top_k,
                                              .rule = m.router,
@@ -146,7 +145,8 @@ CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights&
                               .dtype = dtype,
                               .base = m.shared && !has_joined ? activations.branch : nullptr,
                               .has_shared = has_joined,
-                              .base_gate = m.has_shared_gate ? a.shared_gate : nullptr};
+                              .base_gate = m.has_shared_gate ? a.logits + m.num_experts : nullptr,
+                              .base_gate_stride = w.router.weight.n};
 }
 
 template <class Ctx>
@@ -156,13 +156,6 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
   // First, because it uses the buffers of the experts.
   if (m.shared && !is_joined(m, pass.rows)) {
     static_cast<void>(run_mlp(ctx, *m.shared, w.shared, pass));
-  }
-  if (m.has_shared_gate) {
-    project(ctx, row_count(pass.rows), w.shared_gate,
-            {.x = pass.activations.normed,
-             .y = scratch.shared_gate,
-             .x_dtype = pass.activations.dtype,
-             .y_dtype = DType::kFloat32});
   }
   route_rows(ctx, m, w, pass, scratch);
   return run_experts(ctx, m, w, pass, scratch);

@@ -16,23 +16,22 @@ namespace paceline {
 // Scratch buffers of a mixture of experts; null in models without one. Expert rows are those of
 // ops/moe.h, and in mixtures with MoeMlp::joins_shared one for each of up to kMaxJoinedRows rows.
 struct MoeScratch {
-  float* logits;          // [rows, num_experts] of the router
+  float* logits;          // [rows, num_experts] of the router, or one more with a shared gate
   int32_t* experts;       // [rows, top_k]
   float* weights;         // [rows, top_k]
   int32_t* expert_begin;  // [num_experts + 2]
   int32_t* source_row;    // [expert rows]
   int32_t* expert_row;    // [rows, top_k]
-  float* shared_gate;     // [rows], with MoeMlp::has_shared_gate
   void* output;           // [expert rows, hidden] dtype of the activations
 };
 struct MoeWidths {
   using Scratch = MoeScratch;
   int64_t hidden = 0;
   int64_t num_experts = 0;
+  int64_t num_logits = 0;  // of a row
   int64_t top_k = 0;
   int64_t expert_output = 0;  // of all places of a row
   bool has_joined = false;    // whether a shared expert has expert rows
-  bool has_shared_gate = false;
 
   void merge(const MoeMlp& mlp, const ScratchSizes& sizes);
   [[nodiscard]] MoeScratch allocate(DeviceArena& arena, int64_t rows, DType dtype) const;

@@ -14,7 +14,9 @@
 namespace paceline {
 
 struct MoeMlpWeights {
-  Linear router;                           // to the experts' logits
+  // To the experts' logits. With MoeMlp::has_shared_gate its last row is that gate: one product has
+  // both.
+  Linear router;
   const float* correction = nullptr;       // [num_experts], of router rules with scores; or null
   const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
   const float* expert_scales = nullptr;    // [num_experts], or null
@@ -23,7 +25,6 @@ struct MoeMlpWeights {
   // Absent without MoeMlp::shared. With MoeMlp::joins_shared they are matrix num_experts of gate_up
   // and down, too.
   DenseMlpWeights shared;
-  Linear shared_gate;  // [1, hidden], with MoeMlp::has_shared_gate
 };
 
 template <>
@@ -37,7 +38,8 @@ void visit_kind_weights(const MoeMlp& mlp, const WeightSizes& sizes, Weights& we
   const std::string name = layer.name + "mlp.";
   const int64_t hidden = sizes.hidden;
   Visitor& visit = layer.visit;
-  const std::vector<WeightPart> router = {{name + "router", mlp.num_experts}};
+  std::vector<WeightPart> router = {{name + "router", mlp.num_experts}};
+  if (mlp.has_shared_gate) router.push_back({name + "shared_gate", 1});
   const DenseMlp& expert = mlp.expert;
   const int64_t intermediate = expert.intermediate;
   std::vector<WeightPart> gate_up = {{name + "experts.gate_up", 2 * intermediate, mlp.num_experts}};
@@ -87,12 +89,6 @@ void visit_kind_weights(const MoeMlp& mlp, const WeightSizes& sizes, Weights& we
   if (mlp.shared) {
     visit_gated_unit(*mlp.shared, name + "shared.", mlp.joins_shared() ? name + "experts." : "",
                      hidden, weights.shared, visit);
-  }
-  if (mlp.has_shared_gate) {
-    visit.linear(weights.shared_gate, {.name = name + "shared_gate",
-                                       .parts = {{name + "shared_gate", 1}},
-                                       .cols = hidden,
-                                       .has_float_output = true});
   }
 }
 
