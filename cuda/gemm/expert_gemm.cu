@@ -12,11 +12,14 @@ namespace cuda {
 
 namespace {
 
-// Stages that a ring needs. The outputs pass through the ring's memory, too.
+// Stages that a ring needs. The outputs may pass through the ring's memory, too.
 template <class Shape>
 inline constexpr int32_t kLeastStages =
     std::max(Shape::kMinStages,
              (StagedTile<float, Shape>::kBytes + Shape::kStageBytes - 1) / Shape::kStageBytes);
+
+// Blocks that share a multiprocessor where a block computes several tiles.
+constexpr int64_t kBlocksPerSm = 2;
 
 template <class Shape>
 void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
@@ -26,13 +29,22 @@ void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const Prod
     return true;
   }();
   static_cast<void>(is_allowed);
+  static_assert(!Shape::kIsPersistent || Shape::kStagedBytes >= StagedTile<float, Shape>::kBytes);
   const WeightMatrix& w = p.weight.first;
-  const ExpertRows rows = expert_rows(p, call, Shape::kWeights);
-  const int64_t blocks =
-      max_row_tiles(p.expert_begin != nullptr, p.weight.num_experts, p.max_rows, Shape::kTokens) *
+  const GatedActivationParams* const activation = call.activation;
+  const int32_t n = activation != nullptr ? activation->intermediate : w.n;
+  const int32_t box_rows = activation != nullptr ? Shape::kWeights / 2 : Shape::kWeights;
+  const ExpertRows rows = {.expert_begin = p.expert_begin,
+                           .num_rows = call.num_rows,
+                           .num_experts = p.weight.num_experts,
+                           .max_rows = p.max_rows,
+                           .column_tiles = (n + box_rows - 1) / box_rows};
+  const bool is_mixture = p.expert_begin != nullptr;
+  const int64_t tiles =
+      max_row_tiles(is_mixture, p.weight.num_experts, p.max_rows, Shape::kTokens) *
       rows.column_tiles;
   // A block that has a multiprocessor to itself keeps more bytes in flight.
-  const int32_t ring_bytes = blocks <= ctx.num_sms ? 200 << 10 : Shape::kRingBytes;
+  const int32_t ring_bytes = tiles <= ctx.num_sms ? 200 << 10 : Shape::kRingBytes;
   const int32_t num_stages = std::clamp(ring_bytes / Shape::kStageBytes, kLeastStages<Shape>,
                                         std::min(kMaxStages, kMaxRingBytes / Shape::kStageBytes));
   const ExpertGemmArgs args = {
@@ -41,12 +53,19 @@ void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const Prod
       .x_stride = p.x_stride,
       .x_rows = p.x_rows,
       .bias = p.bias,
-      .y = p.y,
-      .y_stride = p.y_stride,
+      .bias_stride = w.n,
+      .y = activation != nullptr ? activation->y : p.y,
+      .y_stride = activation != nullptr ? n : p.y_stride,
       .is_y_float = p.y_dtype == DType::kFloat32,
-      .n = w.n,
+      .n = n,
       .k = w.k,
+      .num_tiles = static_cast<int32_t>(tiles),
       .num_stages = num_stages,
+      .gated = activation != nullptr ? GatedRows{.up_row = n,
+                                                 .activation = activation->activation,
+                                                 .alpha = activation->alpha,
+                                                 .limit = activation->limit}
+                                     : GatedRows{},
       .weight_policy = rows_to_expect(p) > Shape::kTokens ? kEvictNormal : kEvictFirst,
       .follows_product = p.follows_product,
       .shared_weights =
@@ -54,9 +73,12 @@ void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const Prod
       .shared_bytes = w.n * w.row_bytes()};
   // One matrix has no stride of its own; the copy engine wants a multiple of 16.
   const int64_t stride = p.weight.num_experts > 1 ? p.weight.data_stride : w.n * w.row_bytes();
+  const bool is_persistent = Shape::kIsPersistent && is_mixture;
+  const int64_t blocks =
+      is_persistent ? std::min<int64_t>(tiles, kBlocksPerSm * ctx.num_sms) : tiles;
   launch(ctx, "expert_gemm", kernel, dim3(static_cast<uint32_t>(blocks)), dim3(Shape::kThreads),
-         static_cast<size_t>(num_stages) * Shape::kStageBytes + 1024,
-         byte_map(w.data, p.weight.num_experts, stride, w.n, w.row_bytes(), Shape::kWeights,
+         static_cast<size_t>(num_stages) * Shape::kStageBytes + Shape::kStagedBytes + 1024,
+         byte_map(w.data, p.weight.num_experts, stride, w.n, w.row_bytes(), box_rows,
                   Shape::kBoxBytes),
          args);
 }
@@ -76,6 +98,12 @@ int32_t tile_width(const CudaContext& ctx, const ExpertGemmParams& p) {
   };
   while (width > 32 && 4 * num_blocks() < 3 * ctx.num_sms) width /= 2;
   return width;
+}
+
+// Whether the activation is the end of the product: where its tiles are narrow, and the ring fills
+// for the next tile while one ends.
+bool takes_activation(const CudaContext& ctx, const ExpertGemmParams& p) {
+  return p.expert_begin != nullptr && tile_width(ctx, p) <= 32;
 }
 
 }  // namespace
@@ -133,11 +161,15 @@ void expert_gemm(CudaContext& ctx, const ExpertGemmParams& p) { launch_experts(c
 
 void activated_experts(CudaContext& ctx, const ActivatedExpertsParams& p) {
   check_activation(p);
-  // Models of other formats have gate and up in halves, which are in tiles far apart. (The kernels
-  // of fp8 would need more registers.)
+  // Gate and up are in neighbouring rows of the weights, or in halves of which a tile has a box
+  // each. (The kernels of fp8 would need more registers.)
   const WeightMatrix& w = p.product.weight.first;
-  if (w.format == WeightFormat::kMxfp4 && w.is_packed() && p.activation.is_interleaved &&
-      p.activation.dtype == DType::kBFloat16 && cuda::ends_products(p.activation.activation)) {
+  const bool is_packed =
+      w.format == WeightFormat::kMxfp4 && w.is_packed() && p.activation.is_interleaved;
+  const bool is_halved = w.format == WeightFormat::kPlain && w.dtype == DType::kBFloat16 &&
+                         !p.activation.is_interleaved && cuda::takes_activation(ctx, p.product);
+  if ((is_packed || is_halved) && p.activation.dtype == DType::kBFloat16 &&
+      cuda::ends_products(p.activation.activation)) {
     return launch_experts(ctx, p.product, {.activation = &p.activation});
   }
   expert_gemm(ctx, p.product);

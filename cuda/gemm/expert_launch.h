@@ -17,8 +17,8 @@ namespace cuda {
 // What a product needs beside its ExpertGemmParams.
 struct ProductCall {
   const int32_t* num_rows = nullptr;  // [1] of one matrix
-  // Of experts of kMxfp4 whose rows are gate and up by turns: y gets the activation of the product.
-  // Null: the product.
+  // Of experts of kMxfp4 whose rows are gate and up by turns, or of bfloat16 with gate and up in
+  // halves: y gets the activation of the product. Null: the product.
   const GatedActivationParams* activation = nullptr;
 };
 

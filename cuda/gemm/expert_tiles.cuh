@@ -47,12 +47,12 @@ __device__ __forceinline__ int32_t column_tile_of(const ExpertRows& rows, int32_
   return static_cast<int32_t>(blockIdx.x) / row_tiles;
 }
 
-// The tile of the calling block, the same in every thread of a warp; all threads of a warp call it,
-// after wait_for_predecessor(). With kIsEarly they may call it before, for an expert_begin that is
+// The tile of a block, the same in every thread of a warp; all threads of a warp call it, after
+// wait_for_predecessor(). With kIsEarly they may call it before, for an expert_begin that is
 // complete: it is read from L2, as L1 may have what an earlier kernel read.
 template <bool kIsEarly = false>
-__device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t tile_rows) {
-  const auto block = static_cast<int32_t>(blockIdx.x);
+__device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t tile_rows,
+                                                int32_t block = static_cast<int32_t>(blockIdx.x)) {
   if (rows.expert_begin == nullptr) {
     const int32_t row_tiles = (rows.max_rows + tile_rows - 1) / tile_rows;
     const int32_t first_row = block % row_tiles * tile_rows;

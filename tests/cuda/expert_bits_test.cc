@@ -40,6 +40,23 @@ int64_t first_different_row(const OpInstance& op, const std::vector<std::byte>& 
   return -1;
 }
 
+// Plans kernels for another number of multiprocessors: with one, two blocks compute all tiles of a
+// mixture. 0: for those that there are.
+class PlannedFor {
+ public:
+  explicit PlannedFor(int32_t num_sms) : context_(cuda_test_context().context()) {
+    if (num_sms > 0) context_.num_sms = num_sms;
+  }
+  ~PlannedFor() { context_.num_sms = num_sms_; }
+  PlannedFor(const PlannedFor&) = delete;
+  PlannedFor& operator=(const PlannedFor&) = delete;
+
+ private:
+  CudaContext& context_;
+  int32_t num_sms_ = context_.num_sms;
+};
+constexpr int32_t kNumSms[] = {0, 1};
+
 class ExpertBits : public GpuTest, public ::testing::WithParamInterface<ExpertGemmCase> {};
 
 TEST_P(ExpertBits, RowsHaveTheBitsOfGemm) {
@@ -48,8 +65,12 @@ TEST_P(ExpertBits, RowsHaveTheBitsOfGemm) {
     const Rows rows = first_rows(num_rows, num_rows + 2);
     const OpInstance experts = make_expert_gemm(GetParam().spec, rows, base_seed());
     const OpInstance alone = make_gemms_of_expert_rows(GetParam().spec, rows, base_seed());
-    ASSERT_EQ(first_different_row(experts, y_of(experts), y_of(alone)), -1)
-        << "of " << num_rows << " rows";
+    const std::vector<std::byte> y_alone = y_of(alone);
+    for (const int32_t num_sms : kNumSms) {
+      const PlannedFor planned(num_sms);
+      ASSERT_EQ(first_different_row(experts, y_of(experts), y_alone), -1)
+          << "of " << num_rows << " rows, planned for " << num_sms;
+    }
   }
 }
 
@@ -103,10 +124,13 @@ TEST_P(ActivationBits, AreThoseOfTheOpAlone) {
         const Rows rows = first_rows(num_rows, num_rows + 2);
         const OpInstance together = make_mixture(spec, rows, base_seed());
         spec.activates_alone = true;
-        ASSERT_EQ(first_different_row(together, y_of(together),
-                                      y_of(make_mixture(spec, rows, base_seed()))),
-                  -1)
-            << "of " << num_rows << " rows, activation " << static_cast<int>(activation);
+        const std::vector<std::byte> y_alone = y_of(make_mixture(spec, rows, base_seed()));
+        for (const int32_t num_sms : kNumSms) {
+          const PlannedFor planned(num_sms);
+          ASSERT_EQ(first_different_row(together, y_of(together), y_alone), -1)
+              << "of " << num_rows << " rows, activation " << static_cast<int>(activation)
+              << ", planned for " << num_sms;
+        }
       }
     }
   }
