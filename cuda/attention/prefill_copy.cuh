@@ -139,9 +139,9 @@ __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const
     if (maps.num_boxes > 0 && first_key >= part.begin && first_key + kChunk <= part.end) {
       copier.announce_all();
       const int32_t key = first_key + min(lane, maps.num_boxes - 1) * maps.box_tokens;
-      const int32_t index = key / p.kv.block_size;
-      const int32_t token = key - index * p.kv.block_size;
-      const int32_t block = blocks[index];
+      const int32_t of_keys = key / p.kv.block_size;
+      const int32_t token = key - of_keys * p.kv.block_size;
+      const int32_t block = blocks[of_keys];
 #pragma unroll 1
       for (int32_t item = 0; item < 2 * S::kSlices; ++item) {
         const bool is_value = item >= S::kSlices;
@@ -157,9 +157,9 @@ __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const
       const int32_t key = first_key + static_cast<int32_t>(threadIdx.x);
       int64_t offset = -1;
       if (key >= part.begin && key < part.end) {
-        const int32_t index = key / p.kv.block_size;
-        offset = blocks[index] * p.kv.block_bytes +
-                 int64_t{key - index * p.kv.block_size} * p.num_kv_heads * S::kHeadDim * 2;
+        const int32_t of_key = key / p.kv.block_size;
+        offset = blocks[of_key] * p.kv.block_bytes +
+                 int64_t{key - of_key * p.kv.block_size} * p.num_kv_heads * S::kHeadDim * 2;
       }
 #pragma unroll 1
       for (int32_t item = 0; item < 2 * S::kSlices; ++item) {

@@ -231,10 +231,9 @@ __device__ __forceinline__ void write_results(const PagedAttentionParams& p, int
   for (int32_t half = 0; half < 2; ++half) {
     const int32_t packed = at.first_row + 8 * half;
     if (rows.index[packed] < 0) continue;
-    const float factor = rows.is_live(packed)
-                             ? final_factor(state.max[half], state.sum[half],
-                                            sinks == nullptr ? nullptr : sinks + rows.head[packed])
-                             : 0.0f;
+    const bool is_live = rows.is_live(packed);
+    const float factor = final_factor(state.max[half], state.sum[half],
+                                      sinks == nullptr ? nullptr : sinks + rows.head[packed]);
     __nv_bfloat16* const to = output.of(packed) + at.quad_lane * 2;
 #pragma unroll
     for (int32_t slice = 0; slice < S::kSlices; ++slice) {
@@ -242,7 +241,7 @@ __device__ __forceinline__ void write_results(const PagedAttentionParams& p, int
       for (int32_t j = 0; j < kSliceColumns / 8; ++j) {
         const float* const v = state.values[slice] + 4 * j + 2 * half;
         *reinterpret_cast<uint32_t*>(to + slice * kSliceColumns + j * 8) =
-            pack_bf16(__fmul_rn(v[0], factor), __fmul_rn(v[1], factor));
+            is_live ? pack_bf16(__fmul_rn(v[0], factor), __fmul_rn(v[1], factor)) : 0;
       }
     }
   }
