@@ -47,6 +47,57 @@ __device__ __forceinline__ int32_t column_tile_of(const ExpertRows& rows, int32_
   return static_cast<int32_t>(blockIdx.x) / row_tiles;
 }
 
+// Looks for the tile of a block among the experts from `first` on, in kRounds rounds of one expert
+// for each lane, whose loads are in flight together. `before` counts the row tiles of the experts
+// before, and at the end those of the rounds, too. Returns whether it found the tile.
+template <bool kIsEarly, int32_t kRounds>
+__device__ __forceinline__ bool find_tile_from(const ExpertRows& rows, int32_t tile_rows,
+                                               int32_t block, int32_t first, int32_t& before,
+                                               ExpertTile& tile) {
+  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+  int32_t begins[kRounds + 1];
+#pragma unroll
+  for (int32_t i = 0; i <= kRounds; ++i) {
+    const int32_t* const from = rows.expert_begin + min(first + 32 * i + lane, rows.num_experts);
+    begins[i] = min(kIsEarly ? __ldcg(from) : *from, rows.max_rows);
+  }
+  int32_t round = -1;  // of the block's tile
+  int32_t begin = 0;
+  int32_t count = 0;
+  int32_t row_tiles = 0;
+#pragma unroll
+  for (int32_t i = 0; i < kRounds; ++i) {
+    if (round >= 0 || first + 32 * i >= rows.num_experts) continue;
+    begin = begins[i];
+    // Of the expert in the next lane, which for the last lane is in the next round.
+    const int32_t end = __shfl_sync(kAllLanes, lane == 0 ? begins[i + 1] : begin, lane + 1);
+    count = max(end - begin, 0);
+    row_tiles = (count + tile_rows - 1) / tile_rows;
+    const int32_t through = before + __reduce_add_sync(kAllLanes, row_tiles);
+    if (block < through * rows.column_tiles) {
+      round = i;
+    } else {
+      before = through;
+    }
+  }
+  if (round < 0) return false;
+  const int32_t through = before + sum_up_to_lane(row_tiles, lane);
+  const uint32_t below = __ballot_sync(kAllLanes, block < through * rows.column_tiles);
+  const int32_t owner = __ffs(static_cast<int32_t>(below)) - 1;
+  tile.expert = first + 32 * round + owner;
+  if (lane == owner) {
+    const int32_t at = block - (through - row_tiles) * rows.column_tiles;
+    const int32_t skipped = at % row_tiles * tile_rows;
+    tile.column_tile = at / row_tiles;
+    tile.first_row = begin + skipped;
+    tile.num_rows = min(count - skipped, tile_rows);
+  }
+  tile.column_tile = __shfl_sync(kAllLanes, tile.column_tile, owner);
+  tile.first_row = __shfl_sync(kAllLanes, tile.first_row, owner);
+  tile.num_rows = __shfl_sync(kAllLanes, tile.num_rows, owner);
+  return true;
+}
+
 // The tile of a block, the same in every thread of a warp; all threads of a warp call it, after
 // wait_for_predecessor(). With kIsEarly they may call it before, for an expert_begin that is
 // complete: it is read from L2, as L1 may have what an earlier kernel read.
@@ -62,59 +113,18 @@ __device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t 
             .first_row = first_row,
             .num_rows = min(max(num_rows, 0), tile_rows)};
   }
-  // Lanes take one expert each, in rounds of 32 experts; `before` counts the row tiles of the
-  // rounds before. All loads of kRounds rounds, for 256 experts and a shared one, are in flight
-  // together.
-  constexpr int32_t kRounds = 9;
-  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+  ExpertTile tile = {.expert = 0, .column_tile = 0, .first_row = 0, .num_rows = 0};
   int32_t before = 0;
-#pragma unroll 1
-  for (int32_t first = 0; first < rows.num_experts; first += 32 * kRounds) {
-    const auto begin_of = [&](int32_t expert) {
-      const int32_t* const from = rows.expert_begin + min(expert, rows.num_experts);
-      return min(kIsEarly ? __ldcg(from) : *from, rows.max_rows);
-    };
-    int32_t begins[kRounds + 1];
-#pragma unroll
-    for (int32_t i = 0; i <= kRounds; ++i) begins[i] = begin_of(first + 32 * i + lane);
-    // The round of the block's tile.
-    int32_t round = -1;
-    int32_t begin = 0;
-    int32_t count = 0;
-#pragma unroll
-    for (int32_t i = 0; i < kRounds; ++i) {
-      if (round >= 0 || first + 32 * i >= rows.num_experts) continue;
-      begin = begins[i];
-      // Of the expert in the next lane, which for the last lane is in the next round.
-      const int32_t end = __shfl_sync(kAllLanes, lane == 0 ? begins[i + 1] : begin, lane + 1);
-      count = max(end - begin, 0);
-      const int32_t through =
-          before + __reduce_add_sync(kAllLanes, (count + tile_rows - 1) / tile_rows);
-      if (block < through * rows.column_tiles) {
-        round = i;
-      } else {
-        before = through;
-      }
-    }
-    if (round < 0) continue;
-    const int32_t row_tiles = (count + tile_rows - 1) / tile_rows;
-    const int32_t through = before + sum_up_to_lane(row_tiles, lane);
-    const uint32_t below = __ballot_sync(kAllLanes, block < through * rows.column_tiles);
-    const int32_t owner = __ffs(static_cast<int32_t>(below)) - 1;
-    ExpertTile tile = {.expert = first + 32 * round + owner};
-    if (lane == owner) {
-      const int32_t at = block - (through - row_tiles) * rows.column_tiles;
-      const int32_t skipped = at % row_tiles * tile_rows;
-      tile.column_tile = at / row_tiles;
-      tile.first_row = begin + skipped;
-      tile.num_rows = min(count - skipped, tile_rows);
-    }
-    tile.column_tile = __shfl_sync(kAllLanes, tile.column_tile, owner);
-    tile.first_row = __shfl_sync(kAllLanes, tile.first_row, owner);
-    tile.num_rows = __shfl_sync(kAllLanes, tile.num_rows, owner);
+  if (rows.num_experts <= 32) {
+    find_tile_from<kIsEarly, 1>(rows, tile_rows, block, 0, before, tile);
     return tile;
   }
-  return {.expert = 0, .column_tile = 0, .first_row = 0, .num_rows = 0};
+  constexpr int32_t kRounds = 9;  // for 256 experts and a shared one
+#pragma unroll 1
+  for (int32_t first = 0; first < rows.num_experts; first += 32 * kRounds) {
+    if (find_tile_from<kIsEarly, kRounds>(rows, tile_rows, block, first, before, tile)) break;
+  }
+  return tile;
 }
 
 }  // namespace paceline::cuda
