@@ -40,11 +40,11 @@
 
 namespace paceline::cuda::paged {
 
-template <int kHeadDim, int kMTiles>
-__global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles>::kMinBlocks))
+template <int kHeadDim, int kMTiles, Ring kRing>
+__global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kMinBlocks))
     paged_attention_kernel(const __grid_constant__ PagedAttentionParams p,
                            const __grid_constant__ Plan plan) {
-  using S = Shape<kHeadDim, kMTiles>;
+  using S = Shape<kHeadDim, kMTiles, kRing>;
   extern __shared__ __align__(1024) std::byte shared[];
   __shared__ int32_t row_begin[S::kRows];
   __shared__ int32_t row_end[S::kRows];

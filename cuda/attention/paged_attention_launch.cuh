@@ -34,10 +34,25 @@ inline void prepare(PagedAttentionParams& p) {
                  ", max_rows_per_seq ", p.max_rows_per_seq);
 }
 
-template <int kHeadDim, int kMTiles>
-void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
-  using S = Shape<kHeadDim, kMTiles>;
-  constexpr auto* kKernel = &paged_attention_kernel<kHeadDim, kMTiles>;
+// The tiles of a launch with tiles of `tile_rows` packed rows, at most.
+struct Tiles {
+  int64_t per_seq;
+  int64_t count;
+
+  Tiles(const PagedAttentionParams& p, int32_t tile_rows) {
+    const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
+    per_seq = (p.max_rows_per_seq * heads_per_group + tile_rows - 1) / tile_rows;
+    count = p.max_seqs * per_seq;
+    if (p.row_indptr == nullptr) return;
+    // An upper bound for every batch: each sequence rounds up at most once.
+    count = std::min(count, p.max_rows * heads_per_group / tile_rows + p.max_seqs);
+  }
+};
+
+template <int kHeadDim, int kMTiles, Ring kRing>
+void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
+  using S = Shape<kHeadDim, kMTiles, kRing>;
+  constexpr auto* kKernel = &paged_attention_kernel<kHeadDim, kMTiles, kRing>;
   static const bool is_allowed = [] {
     allow_shared_bytes(kKernel, S::kSharedBytes, "paged_attention_kernel");
     return true;
@@ -46,13 +61,8 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
 
   const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
   const int64_t packed_rows = p.max_rows_per_seq * heads_per_group;
-  const int64_t tiles_per_seq = (packed_rows + S::kRows - 1) / S::kRows;
-  int64_t tiles = p.max_seqs * tiles_per_seq;
-  if (p.row_indptr != nullptr) {
-    // An upper bound for every batch: each sequence rounds up at most once.
-    tiles = std::min(tiles, p.max_rows * heads_per_group / S::kRows + p.max_seqs);
-  }
-  Plan plan = {.tiles_per_seq = static_cast<int32_t>(tiles_per_seq),
+  const Tiles tiles(p, S::kRows);
+  Plan plan = {.tiles_per_seq = static_cast<int32_t>(tiles.per_seq),
                .partials = nullptr,
                .counters = nullptr,
                .chunk_capacity = 0,
@@ -60,11 +70,12 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
                .cluster_blocks = 1,
                .max_seq_rows = std::max(p.max_rows_per_seq, 1)};
 
-  // Enough splits to give every SM two blocks. Each block decides on the device whether its tile is
-  // split: one block takes a tile whose chunks exceed the workspace.
-  const int64_t blocks = tiles * p.num_kv_heads;
+  // Enough splits to give every SM two blocks, if it has room for two. Each block decides on the
+  // device whether its tile is split: one block takes a tile whose chunks exceed the workspace.
+  const int64_t blocks = tiles.count * p.num_kv_heads;
+  constexpr int64_t kBlocksPerSm = std::min(S::kMinBlocks, 2);
   const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
-  int64_t splits = blocks == 0 ? 1 : std::min(2 * int64_t{ctx.num_sms} / blocks, max_chunks);
+  int64_t splits = blocks == 0 ? 1 : std::min(kBlocksPerSm * ctx.num_sms / blocks, max_chunks);
   if (splits > 1 && blocks <= ctx.num_counters && ctx.workspace != nullptr) {
     const int64_t chunk_bytes =
         partial_floats(plan.partial_rows, kHeadDim) * static_cast<int64_t>(sizeof(float));
@@ -79,10 +90,24 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
   plan.cluster_blocks = splits >= 16 ? 8 : splits >= 8 ? 4 : splits >= 2 ? 2 : 1;
   splits = splits / plan.cluster_blocks * plan.cluster_blocks;
   launch_clusters(ctx, name, kKernel,
-                  dim3(static_cast<uint32_t>(tiles), static_cast<uint32_t>(p.num_kv_heads),
+                  dim3(static_cast<uint32_t>(tiles.count), static_cast<uint32_t>(p.num_kv_heads),
                        static_cast<uint32_t>(splits)),
                   dim3(kThreads), dim3(1, 1, static_cast<uint32_t>(plan.cluster_blocks)),
                   S::kSharedBytes, p, plan);
+}
+
+// Heads of 64 have room for a chunk in any case.
+template <int kHeadDim, int kMTiles>
+void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
+  if constexpr (kHeadDim > 64) {
+    using Long = Shape<kHeadDim, kMTiles, Ring::kLong>;
+    const int64_t blocks = Tiles(p, Long::kRows).count * p.num_kv_heads;
+    // Few enough to be split.
+    if (2 * blocks <= int64_t{Long::kMinBlocks} * ctx.num_sms) {
+      return launch_tiles<kHeadDim, kMTiles, Ring::kLong>(ctx, name, p);
+    }
+  }
+  launch_tiles<kHeadDim, kMTiles, Ring::kShort>(ctx, name, p);
 }
 
 // Runs the smallest tile that holds the rows of a sequence, or the largest tile.

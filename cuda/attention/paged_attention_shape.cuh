@@ -21,9 +21,14 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 inline constexpr int32_t kIntMax = std::numeric_limits<int32_t>::max();
 inline constexpr int32_t kMergeBatch = 16;  // chunks whose loads are in flight together
 
-// The layout of one instance of the kernel. The numbers of stages and of blocks per SM keep about
-// 100 KB of loads in flight on every SM.
-template <int head_dim, int m_tiles>
+// Where few blocks run, what one of them has in flight decides, and not what a multiprocessor has.
+enum class Ring : uint8_t {
+  kShort,  // several blocks per SM keep about 100 KB of loads in flight
+  kLong,   // a block has room for a chunk, whose loads then take one latency
+};
+
+// The layout of one instance of the kernel.
+template <int head_dim, int m_tiles, Ring ring>
 struct Shape {
   static constexpr int32_t kHeadDim = head_dim;
   static constexpr int32_t kMTiles = m_tiles;  // MMA tiles of 16 packed rows
@@ -36,11 +41,11 @@ struct Shape {
   static constexpr int32_t kSliceUnits = kSlice / 8;  // of 16 bytes
   static constexpr int32_t kWarpColumns = kSlice / kWarps;
   static constexpr int32_t kWarpColumnTiles = kWarpColumns / 8;
-  static constexpr int32_t kStages = kSlice == 64 || (kHeadDim == 256 && kMTiles == 1) ? 3 : 2;
-  static constexpr int32_t kMinBlocks = kMTiles == 4                      ? 2
-                                        : kHeadDim == 64                  ? 3
-                                        : kHeadDim == 128 && kMTiles == 1 ? 3
-                                                                          : 2;
+  static constexpr bool kIsLong = ring == Ring::kLong;
+  // One stage is in use, and the others are in flight. Heads of 512 have no room for a whole chunk.
+  static constexpr int32_t kStages = kIsLong ? std::min(2 * kSlices, 4) + 1
+                                     : kSlice == 64 || (kHeadDim == 256 && kMTiles == 1) ? 3
+                                                                                         : 2;
   // Dynamic shared memory: the ring of K and V slices, then Q, then P.
   static constexpr int32_t kSliceBytes = kChunk * kSlice * 2;
   static constexpr int32_t kQBytes = kRows * kHeadDim * 2;
@@ -48,6 +53,12 @@ struct Shape {
   static constexpr int32_t kQOffset = kStages * kSliceBytes;
   static constexpr int32_t kPOffset = kQOffset + kQBytes;
   static constexpr int32_t kSharedBytes = kPOffset + kPBytes;
+  // Blocks that share an SM; static arrays and the system take some of its 228 KB, too.
+  static constexpr int32_t kMinBlocks = kIsLong          ? (kSharedBytes <= 108 << 10 ? 2 : 1)
+                                        : kMTiles == 4   ? 2
+                                        : kHeadDim == 64 ? 3
+                                        : kHeadDim == 128 && kMTiles == 1 ? 3
+                                                                          : 2;
 };
 
 // The division of the work into blocks. Grid: x tiles, y KV heads, z splits.
