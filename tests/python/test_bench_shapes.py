@@ -254,6 +254,17 @@ def test_the_assistant_of_gemma4() -> None:
     assert step == pytest.approx(806.5, abs=0.1)  # as published
 
 
+@pytest.mark.parametrize("name", ["qwen3.8-27b", "qwen3.6-35b-a3b"])
+def test_fp8_shapes_of_hybrids_have_the_parameters_of_the_plain_ones(name: str) -> None:
+    assert stored(f"{name}-fp8")[1] == stored(name)[1]
+    scaled = matrix_costs(named(f"{name}-fp8"), "bfloat16")
+    whole = matrix_costs(named(name), "bfloat16")
+    assert row_parameters(scaled) == row_parameters(whole)
+    # The embedding and the lm_head stay; most of the rest takes half of its bytes, and scales.
+    kept = 2 * logit_parameters(whole)
+    assert 0.5 < (scaled.all_bytes - kept) / (whole.all_bytes - kept) < 0.51
+
+
 def test_qwen3_moe_and_its_draft_head() -> None:
     config = named("qwen3-30b-a3b")
     costs = matrix_costs(config, "bfloat16")

@@ -22,7 +22,7 @@ from deepseek_v4_dspark import StagesSpec
 from deepseek_v4_models import V4Spec
 from eagle_models import EagleSpec
 from paceline.loader import LoadedModel, load_checkpoint, load_drafter
-from tiny_models import QWEN3_5, TinySpec
+from tiny_models import QWEN3_5, TinyDelta, TinySpec
 
 VOCAB = 128
 AUX_LAYERS = (0, 1)
@@ -57,6 +57,13 @@ TARGETS: dict[str, TinySpec | V4Spec] = {
     # Gated delta nets, and full attention with an output gate; then with experts.
     "qwen3_5": TinySpec("qwen3_5"),
     "qwen3_5_moe": TinySpec("qwen3_5_moe", top_k=3),
+    # Of a gated delta net q, k, v and z are in fp8, and its rates are not.
+    "qwen3_5_fp8": TinySpec(
+        "qwen3_5",
+        quantization="fp8_block",
+        head_dim=128,
+        delta=TinyDelta(key_dim=128, value_heads=2, value_dim=64),
+    ),
 }
 # An lm_head without clusters and with them.
 ASSISTANTS = {
@@ -100,7 +107,7 @@ HEADS = {
     name: EagleSpec(name, seed=3, aux_layers=AUX_LAYERS, num_aux=len(AUX_LAYERS))
     for name in ("eagle", "eagle3")
 }
-MTP_FAMILIES = ("glm", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
+MTP_FAMILIES = ("glm", "deepseek_v4", "qwen3_5", "qwen3_5_moe", "qwen3_5_fp8")
 # A noisy copy agrees often, a smaller model of the same family with other weights seldom. EAGLE
 # draft heads, assistants, blocks and MTP layers are random too, and prompt lookup is right by
 # accident. "other_family" has a dense drafter for mixtures, a mixture for Llama, a recurrent
@@ -127,6 +134,7 @@ _OTHERS = {
     "glm4_moe_lite": "llama",
     "qwen3_5": "qwen3",
     "qwen3_5_moe": "llama",
+    "qwen3_5_fp8": "gemma3",
     "qwen3_moe": "qwen3",
 }
 
