@@ -3,8 +3,9 @@
 
 // The launch of every kernel of Paceline, and the two calls that every kernel makes.
 //
-// All launches are programmatic dependent launches: a kernel may start while its predecessor still
-// runs. Hence two rules for every kernel, without exception:
+// Where the device has them (CudaContext::has_early_starts), all launches are programmatic
+// dependent launches: a kernel may start while its predecessor still runs. Hence two rules for
+// every kernel, without exception:
 //   1. Every thread calls `wait_for_predecessor()` before it touches memory that an earlier kernel
 //      writes or reads, but for constants (weights, tables) and what expert_kernel.cuh explains.
 //   2. A kernel calls `let_successor_start()` as early as possible. The call orders no memory: the
@@ -40,24 +41,32 @@ void launch_clusters(CudaContext& ctx, const char* name, void (*kernel)(Params..
                      dim3 block, dim3 cluster, size_t shared_bytes, Args&&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   cudaLaunchAttribute attributes[3] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = cluster.x;
-  attributes[1].val.clusterDim.y = cluster.y;
-  attributes[1].val.clusterDim.z = cluster.z;
+  uint32_t num_attributes = 0;
+  if (ctx.has_early_starts) {
+    cudaLaunchAttribute& early = attributes[num_attributes++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster.x * cluster.y * cluster.z > 1) {
+    cudaLaunchAttribute& clusters = attributes[num_attributes++];
+    clusters.id = cudaLaunchAttributeClusterDimension;
+    clusters.val.clusterDim.x = cluster.x;
+    clusters.val.clusterDim.y = cluster.y;
+    clusters.val.clusterDim.z = cluster.z;
+  }
+  if (ctx.starts_idle) {
+    cudaLaunchAttribute& carveout = attributes[num_attributes++];
+    carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    ctx.starts_idle = false;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = ctx.stream;
   config.attrs = attributes;
-  config.numAttrs = cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
-  if (ctx.starts_idle) {
-    attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-    attributes[config.numAttrs++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-    ctx.starts_idle = false;
-  }
+  config.numAttrs = num_attributes;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
   if (ctx.trace != nullptr) ctx.trace->mark(name);
 }

@@ -12,6 +12,7 @@
 
 #include "base/check.h"
 #include "common/convert.cuh"
+#include "device/cuda_context.h"
 #include "gemm/expert_launch.h"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/scale_args.h"
@@ -73,6 +74,29 @@ inline void check_expert_gemm(const ExpertGemmParams& p) {
 inline int32_t rows_to_expect(const ExpertGemmParams& p) {
   if (p.expert_begin == nullptr) return p.max_rows;
   return (2 * p.max_rows + p.weight.num_experts - 1) / p.weight.num_experts;
+}
+
+// The width of a tile of plain weights on sm_90a: 16, 32, 64 or 128 rows.
+// - In a mixture, room for twice the mean of an expert's rows, which a random routing seldom
+//   exceeds; up to 32 rows, of which two tiles share a multiprocessor, for one and a half times.
+// - Of one matrix, room for all rows; but narrower where that leaves most multiprocessors without a
+//   tile. Then two blocks read the same weights, the second one from L2.
+inline int32_t plain_tile_width(const CudaContext& ctx, const ExpertGemmParams& p) {
+  const int32_t rows = rows_to_expect(p);
+  const bool is_mixture = p.expert_begin != nullptr;
+  int32_t width = rows <= 16 ? 16 : rows <= (is_mixture ? 42 : 32) ? 32 : rows <= 64 ? 64 : 128;
+  if (is_mixture) return width;
+  const auto num_blocks = [&] {
+    return int64_t{(p.weight.first.n + 63) / 64} * ((rows + width - 1) / width);
+  };
+  while (width > 32 && 4 * num_blocks() < 3 * ctx.num_sms) width /= 2;
+  return width;
+}
+
+// Whether the activation is the end of a product of plain weights: on sm_90a, where its tiles are
+// narrow, and the ring fills for the next tile while one ends.
+inline bool takes_activation(const CudaContext& ctx, const ExpertGemmParams& p) {
+  return !ctx.is_portable && p.expert_begin != nullptr && plain_tile_width(ctx, p) <= 32;
 }
 
 }  // namespace paceline::cuda

@@ -8,22 +8,11 @@
 
 #include <cstdint>
 
-#include "elementwise/gate_up.cuh"
 #include "gemm/gemm_args.h"
+#include "gemm/staged_rows.cuh"
 #include "gemm/wgmma.cuh"
 
 namespace paceline::cuda {
-
-template <class Out>
-__device__ __forceinline__ Out to_out(float value);
-template <>
-__device__ __forceinline__ float to_out<float>(float value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 to_out<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -52,15 +41,12 @@ __device__ __forceinline__ void store_matrices_transposed(void* to, const uint32
 template <class Tile>
 using Accumulators = float[Tile::kColumns / 2];
 
-// A tile of y in shared memory, one token per row. The pitch is 16 bytes more than the outputs of a
-// row, which spreads eight rows over all banks.
+// A tile of y in shared memory.
 template <class Out, class Tile>
-struct StagedTile {
-  static constexpr int32_t kVector = 16 / static_cast<int32_t>(sizeof(Out));
-  static constexpr int32_t kPitch = Tile::kWeights + kVector;
-  static constexpr int32_t kBytes = Tile::kTokens * kPitch * static_cast<int32_t>(sizeof(Out));
-
-  Out* data;
+struct StagedTile : StagedRows<Out, Tile::kWeights, Tile::kTokens, Tile::kConsumers> {
+  using Rows = StagedRows<Out, Tile::kWeights, Tile::kTokens, Tile::kConsumers>;
+  using Rows::data;
+  using Rows::kPitch;
 
   // Stores the calling warp's part of the accumulators. `bias_of(column)` takes columns of the
   // tile.
@@ -103,58 +89,6 @@ struct StagedTile {
       to[kPitch] = to_out<Out>(sums[4 * j + 1] + low);
       to[8] = to_out<Out>(sums[4 * j + 2] + high);
       to[kPitch + 8] = to_out<Out>(sums[4 * j + 3] + high);
-    }
-  }
-
-  // Writes the first tokens and columns of the tile to y, which points to the first of them. Call
-  // after all threads have stored their parts.
-  __device__ __forceinline__ void write(Out* y, int64_t y_stride, int32_t num_tokens,
-                                        int32_t num_columns) const {
-    const bool is_aligned = y_stride % kVector == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0;
-    constexpr int32_t kPieces = Tile::kWeights / kVector;  // of one token
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_tokens * kPieces;
-         i += Tile::kConsumers) {
-      const int32_t token = i / kPieces;
-      const int32_t begin = i % kPieces * kVector;
-      const Out* const from = data + token * kPitch + begin;
-      Out* const to = y + token * y_stride + begin;
-      if (is_aligned && begin + kVector <= num_columns) {
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-      } else {
-        for (int32_t c = 0; c < kVector && begin + c < num_columns; ++c) to[c] = from[c];
-      }
-    }
-  }
-
-  // The same with the activation of a tile whose first half of columns are gates and whose second
-  // half are their ups.
-  __device__ __forceinline__ void write_gated(Out* y, int64_t y_stride, int32_t num_tokens,
-                                              int32_t num_columns, const GatedRows& gated) const {
-    static_assert(sizeof(Out) == 2 && Tile::kWeights % (2 * kVector) == 0);
-    const bool is_aligned = y_stride % kVector == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0;
-    constexpr int32_t kPieces = Tile::kWeights / 2 / kVector;  // of one token
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_tokens * kPieces;
-         i += Tile::kConsumers) {
-      const int32_t token = i / kPieces;
-      const int32_t begin = i % kPieces * kVector;
-      const Out* const gates = data + token * kPitch + begin;
-      const Out* const ups = gates + Tile::kWeights / 2;
-      Out* const to = y + token * y_stride + begin;
-      __align__(16) Out values[kVector];
-#pragma unroll
-      for (int32_t c = 0; c < kVector; ++c) {
-        values[c] =
-            __float2bfloat16_rn(gate_up(gated.activation, __bfloat162float(gates[c]),
-                                        __bfloat162float(ups[c]), gated.alpha, gated.limit));
-      }
-      if (is_aligned && begin + kVector <= num_columns) {
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(values);
-      } else {
-#pragma unroll
-        for (int32_t c = 0; c < kVector; ++c) {
-          if (begin + c < num_columns) to[c] = values[c];
-        }
-      }
     }
   }
 

@@ -2,8 +2,9 @@
 //
 // The order in which the CUDA gemm sums: one float32 accumulator per output, over K in ascending
 // steps of one tensor core instruction of 16. A simple kernel in that order, with one warp per tile
-// of 16 x 8 outputs, must agree with `gemm` in every bit at every number of rows. Then tiles,
-// pipelines and the division of work do not affect results. PACELINE_SEED overrides the seed.
+// of 16 x 8 outputs, must agree with `gemm` in every bit at every number of rows, on the kernels of
+// sm_90a and on those of every GPU. Then tiles, pipelines and the division of work do not affect
+// results. PACELINE_SEED overrides the seed.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -15,6 +16,7 @@
 #include <ostream>
 #include <vector>
 
+#include "common/describe_device.h"
 #include "ops/ops.h"
 #include "support/cuda_fixture.h"
 #include "support/gemm_reference.cuh"
@@ -56,25 +58,30 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
 
   int64_t num_different = 0;
   int64_t num_compared = 0;
-  for (const int32_t num_rows : kNumRows) {
-    const DeviceVector<int32_t> num_rows_at(std::vector<int32_t>{num_rows});
-    // max_rows at the number of rows, above it, and at the largest value: it selects tiles and
-    // grids.
-    for (const int32_t max_rows : {num_rows, std::min(num_rows + 70, kMaxRows), kMaxRows}) {
-      for (const bool has_bias : {false, true}) {
-        const float* const added = has_bias ? bias.data() : nullptr;
-        const GemmParams p{.num_rows = num_rows_at.data(),
-                           .max_rows = max_rows,
-                           .x = x.data(),
-                           .x_stride = k,
-                           .weight = plain_matrix(weight.data(), n, k, DType::kBFloat16),
-                           .bias = added,
-                           .y_stride = n,
-                           .x_dtype = DType::kBFloat16};
-        ctx.poison_workspace();
-        const int64_t tail = std::min<int64_t>(outputs - int64_t{num_rows} * n, 4 * int64_t{n});
-        num_different += count_both(p, y, reference, added, num_rows, n, tail, "plain");
-        num_compared += 2 * int64_t{num_rows} * n;
+  for (const bool is_portable : {false, true}) {
+    if (!is_portable && !cuda::runs_sm90a()) continue;
+    const KernelChoice choice(ctx, is_portable);
+    for (const int32_t num_rows : kNumRows) {
+      const DeviceVector<int32_t> num_rows_at(std::vector<int32_t>{num_rows});
+      // max_rows at the number of rows, above it, and at the largest value: it selects tiles and
+      // grids.
+      for (const int32_t max_rows : {num_rows, std::min(num_rows + 70, kMaxRows), kMaxRows}) {
+        for (const bool has_bias : {false, true}) {
+          const float* const added = has_bias ? bias.data() : nullptr;
+          const GemmParams p{.num_rows = num_rows_at.data(),
+                             .max_rows = max_rows,
+                             .x = x.data(),
+                             .x_stride = k,
+                             .weight = plain_matrix(weight.data(), n, k, DType::kBFloat16),
+                             .bias = added,
+                             .y_stride = n,
+                             .x_dtype = DType::kBFloat16};
+          ctx.poison_workspace();
+          const int64_t tail = std::min<int64_t>(outputs - int64_t{num_rows} * n, 4 * int64_t{n});
+          num_different += count_both(p, y, reference, added, num_rows, n, tail,
+                                      is_portable ? "portable" : "sm_90a");
+          num_compared += 2 * int64_t{num_rows} * n;
+        }
       }
     }
   }
@@ -85,8 +92,8 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
   expect_intact_guards(y);
 }
 
-// With 132 SMs the shapes and row counts select every tile of gemm.cu: products of models, then
-// products whose last tiles extend beyond N and K.
+// With 132 SMs the shapes and row counts select every tile of gemm_tiles.cu: products of models,
+// then products whose last tiles extend beyond N and K.
 INSTANTIATE_TEST_SUITE_P(Shapes, GemmOrder,
                          ::testing::Values(Shape{6144, 4096}, Shape{4096, 4096}, Shape{4096, 12288},
                                            Shape{24576, 4096}, Shape{5376, 21504}, Shape{512, 4096},

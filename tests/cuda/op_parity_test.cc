@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/describe_device.h"
 #include "support/cuda_fixture.h"
 #include "support/op_cases.h"
 #include "support/op_comparison.h"
@@ -88,6 +89,44 @@ TEST_P(OpParity, MatchesTheCpu) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, OpParity, ::testing::ValuesIn(op_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// --- kernels of sm_90a and of every GPU ----------------------------------------------------------
+
+// The ops that have both.
+std::vector<OpCase> cases_of_both_kernels() {
+  std::vector<OpCase> cases;
+  std::copy_if(op_cases().begin(), op_cases().end(), std::back_inserter(cases),
+               [](const OpCase& c) {
+                 return c.name.find("gemm") != std::string::npos || c.name.starts_with("mixture") ||
+                        c.name.starts_with("router");
+               });
+  return cases;
+}
+
+class PortableBits : public GpuTest, public ::testing::WithParamInterface<OpCase> {};
+
+TEST_P(PortableBits, AreThoseOfSm90a) {
+  TRACE_SEED();
+  if (!cuda::runs_sm90a()) GTEST_SKIP() << "not on sm_90";
+  const OpInstance op = GetParam().make(base_seed());
+  CudaTestContext& ctx = fresh_context();
+  DeviceInstance device(op);
+  std::vector<ArrayBytes> results;
+  for (const bool is_portable : {false, true}) {
+    const KernelChoice choice(ctx, is_portable);
+    device.reset();
+    ctx.poison_workspace();
+    device.run(ctx);
+    expect_clean(ctx, device);
+    results.push_back(device.download_all());
+  }
+  for (size_t i = 0; i < op.arrays.size(); ++i) {
+    EXPECT_TRUE(results[0][i] == results[1][i]) << op.arrays[i].name << " differs";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, PortableBits, ::testing::ValuesIn(cases_of_both_kernels()),
                          [](const auto& info) { return info.param.name; });
 
 class DrawRate : public GpuTest {};

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/describe_device.h"
 #include "device/cuda_context.h"
 #include "gemm/gemm_planner.h"
 #include "support/gpu.h"
@@ -110,18 +111,16 @@ class CudaTestContext {
 
   CudaTestContext() : workspace_(kWorkspaceBytes), counters_(kNumCounters) {
     check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-    int num_sms = 0;
-    check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "num_sms");
     planner_ = std::make_unique<GemmPlanner>(/*uses_library=*/false);
     counters_.fill_bytes(0);
     context_ = {.stream = stream_,
-                .num_sms = num_sms,
                 .gemm = planner_.get(),
                 .workspace = workspace_.data(),
                 .workspace_bytes = kWorkspaceBytes,
                 .counters = counters_.data(),
                 .num_counters = kNumCounters,
                 .max_model_len = 4096};
+    cuda::describe_device(context_);
     poison_workspace();
   }
   ~CudaTestContext() { cudaStreamDestroy(stream_); }
@@ -156,6 +155,20 @@ inline CudaTestContext& cuda_test_context() {
   static CudaTestContext context;
   return context;
 }
+
+// While it lives, ops use the kernels for every GPU, or those of sm_90a.
+class KernelChoice {
+ public:
+  KernelChoice(CudaTestContext& ctx, bool is_portable)
+      : context_(ctx.context()), was_portable_(std::exchange(context_.is_portable, is_portable)) {}
+  ~KernelChoice() { context_.is_portable = was_portable_; }
+  KernelChoice(const KernelChoice&) = delete;
+  KernelChoice& operator=(const KernelChoice&) = delete;
+
+ private:
+  CudaContext& context_;
+  bool was_portable_;
+};
 
 // A graph of what `enqueue()` puts on the context's stream.
 class CapturedGraph {

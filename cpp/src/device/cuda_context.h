@@ -19,6 +19,14 @@ class KernelTrace;  // cuda/common
 struct CudaContext {
   CUstream_st* stream = nullptr;
   int32_t num_sms = 0;
+  // Bytes of shared memory that a block may have, and that the blocks of a multiprocessor share.
+  int32_t block_shared_bytes = 0;
+  int32_t sm_shared_bytes = 0;
+  // Whether a kernel may start before its predecessor has ended (cuda/common/launch.cuh): since
+  // sm_90.
+  bool has_early_starts = false;
+  // Whether ops that have kernels for every GPU since sm_80 use them, and not those of sm_90a.
+  bool is_portable = false;
   GemmPlanner* gemm = nullptr;
   KernelTrace* trace = nullptr;  // not null while kernels are timed one by one
 

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/check.h"
+#include "common/describe_device.h"
 #include "common/device_calls.h"
 #include "common/kernel_trace.h"
 #include "common/status.h"
@@ -40,7 +41,7 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   const DType dtype = activation_dtype(*target, draft.get());
   check(cudaStreamCreateWithFlags(&stream_.handle, cudaStreamNonBlocking), "cudaStreamCreate");
   context_.stream = stream_.handle;
-  context_.num_sms = cuda_status().num_sms;
+  cuda::describe_device(context_);
   context_.workspace = arena_.allocate<std::byte>(kWorkspaceBytes, "kernel workspace");
   context_.workspace_bytes = kWorkspaceBytes;
   context_.counters = arena_.allocate<int32_t>(kNumCounters, "kernel counters");

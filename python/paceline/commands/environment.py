@@ -11,6 +11,8 @@ from paceline.commands.serve import parser_of_options
 from paceline.device import CUBLASLT_VARIABLE
 from paceline.server.settings import PREFIX, variables
 
+# What the runtime reads beside the options.
+_OF_RUNTIME: Final = (CUBLASLT_VARIABLE, "PACELINE_PORTABLE")
 # What the tests and the Makefile read.
 _OF_TESTS: Final = (
     "PACELINE_DEVICE_ONLY",
@@ -24,7 +26,7 @@ _OF_TESTS: Final = (
 
 def known_variables() -> list[str]:
     """All names: those of the options of `paceline serve`, of the runtime and of the tests."""
-    return [*variables(parser_of_options()), CUBLASLT_VARIABLE, *_OF_TESTS]
+    return [*variables(parser_of_options()), *_OF_RUNTIME, *_OF_TESTS]
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
@@ -42,6 +44,6 @@ def check_environment(environment: Mapping[str, str]) -> None:
             raise ValueError(
                 f"the environment variable {name} is not known{did_you_mean(name, known)}; "
                 f"allowed: {PREFIX} and the name of an option of `paceline serve` in capitals, or "
-                f"{CUBLASLT_VARIABLE}; unset {name} (Kubernetes sets such names for a Service "
-                "called paceline: enableServiceLinks: false)"
+                f"{' or '.join(_OF_RUNTIME)}; unset {name} (Kubernetes sets such names for a "
+                "Service called paceline: enableServiceLinks: false)"
             )

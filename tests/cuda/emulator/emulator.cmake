@@ -11,6 +11,10 @@ set(emulated_kernels
   elementwise/elementwise.cu
   elementwise/markov.cu
   fork/fork.cu
+  gemm/expert_gemm.cu
+  gemm/float_gemm.cu
+  gemm/gemm.cu
+  gemm/portable_gemm.cu
   metadata/group_metadata.cu
   moe/combine.cu
   moe/routing.cu

@@ -47,6 +47,9 @@ extern thread_local std::byte shared[] asm("emulated_dynamic_shared");
 namespace paged {
 extern thread_local std::byte shared[] asm("emulated_dynamic_shared");
 }
+namespace portable {
+extern thread_local std::byte shared[] asm("emulated_dynamic_shared");
+}
 }  // namespace paceline::cuda
 
 struct uint2 {
