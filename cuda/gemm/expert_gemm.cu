@@ -19,9 +19,12 @@ void launch_any_format(CudaContext& ctx, const ExpertGemmParams& p, const Produc
   }
   PACELINE_CHECK(w.dtype == DType::kBFloat16, "products are of float32 or bfloat16");
   check_expert_gemm(p);
+  if (ctx.is_portable) {
+    if (w.format == WeightFormat::kPlain) return launch_portable_gemm(ctx, p, call);
+    return launch_portable_packed(ctx, p, call);
+  }
   switch (w.format) {
     case WeightFormat::kPlain:
-      if (ctx.is_portable) return launch_portable_gemm(ctx, p, call);
       return launch_expert_gemm<WeightFormat::kPlain>(ctx, p, call);
     case WeightFormat::kFp8:
       return launch_expert_gemm<WeightFormat::kFp8>(ctx, p, call);

@@ -23,6 +23,7 @@
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/packed_copies.cuh"
 #include "common/reduce.cuh"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/narrow_kernel.cuh"
@@ -71,20 +72,6 @@ struct TileWords {
 };
 template <class Shape>
 using GroupWords = TileWords<Shape>[Shape::kGroupTiles];
-
-// Copies `bytes` of 16 (of 4) bytes of weights; the others become zero.
-__device__ __forceinline__ void copy_or_zero_16(uint32_t to, const void* from, uint32_t bytes,
-                                                uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
-               "l"(from), "r"(bytes), "l"(policy)
-               : "memory");
-}
-__device__ __forceinline__ void copy_or_zero_4(uint32_t to, const void* from, uint32_t bytes,
-                                               uint64_t policy) {
-  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2, %3;" ::"r"(to),
-               "l"(from), "r"(bytes), "l"(policy)
-               : "memory");
-}
 
 // Copies the words of a lane to slots and loads them.
 template <class Shape>
@@ -164,13 +151,6 @@ class WeightSlots {
   const std::byte* data_[Shape::kRowTiles];
   const std::byte* scales_[Shape::kRowTiles];
 };
-
-// The address of a row, by one instruction.
-__device__ __forceinline__ uint64_t row_address(const void* first, int32_t row, int32_t stride) {
-  uint64_t address;
-  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(stride), "l"(first));
-  return address;
-}
 
 // Copies chunks of the tokens of a block; a thread always copies the same piece of the same rows.
 template <class Shape>
@@ -326,9 +306,9 @@ __device__ __forceinline__ bool sum_groups(const PackedArgs& args, WeightSlots<S
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     mxfp4_gemm_kernel(const __grid_constant__ PackedArgs args) {
-  extern __shared__ __align__(1024) std::byte storage[];
+  extern __shared__ __align__(1024) std::byte packed_storage[];
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-  const uint32_t tokens_at = shared_address(storage);
+  const uint32_t tokens_at = shared_address(packed_storage);
   const bool is_mixture = args.rows.expert_begin != nullptr;
   // As in expert_kernel.cuh: what follows a mixture's blocks starts when they have waited for
   // expert_begin, so that a product behind them may read it before its own predecessor has ended.

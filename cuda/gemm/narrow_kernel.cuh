@@ -311,9 +311,9 @@ __device__ __forceinline__ void write_sums(const PackedArgs& args, const ExpertT
 template <class Shape, bool kHasTileSums>
 __global__ void __launch_bounds__(Shape::kThreads)
     narrow_gemm_kernel(const __grid_constant__ PackedArgs args) {
-  extern __shared__ __align__(1024) std::byte storage[];
+  extern __shared__ __align__(1024) std::byte packed_storage[];
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-  const uint32_t tokens_at = shared_address(storage);
+  const uint32_t tokens_at = shared_address(packed_storage);
   const uint32_t weights_at =
       tokens_at + static_cast<uint32_t>(Shape::kTokensBytes + warp * Shape::kWarpBytes);
   const bool is_mixture = args.rows.expert_begin != nullptr;

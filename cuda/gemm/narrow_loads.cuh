@@ -9,23 +9,12 @@
 #include <cstdint>
 
 #include "common/mma.cuh"
+#include "common/packed_copies.cuh"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_weights.h"
 
 namespace paceline::cuda {
-
-__device__ __forceinline__ void copy_weights_16(uint32_t to, const void* from, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "l"(policy)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_weights_4(uint32_t to, const void* from, uint64_t policy) {
-  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
-               "l"(policy)
-               : "memory");
-}
 
 // A lane's words of a group.
 template <class Shape>

@@ -21,6 +21,7 @@
 
 #include <cstdint>
 
+#include "common/packed_copies.cuh"
 #include "ops/weight_matrix.h"
 
 namespace paceline::cuda {
@@ -32,24 +33,6 @@ struct RowMultipliers {
   uint32_t first;
   uint32_t second;
 };
-
-// Both bfloat16 of `pair`, times the lower or upper one of `by`.
-template <bool kIsUpper>
-__device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t by) {
-  uint32_t product;
-  if constexpr (kIsUpper) {
-    asm("{ .reg .b16 low, high; .reg .b32 twice; mov.b32 {low, high}, %2;"
-        "mov.b32 twice, {high, high}; mul.rn.bf16x2 %0, %1, twice; }"
-        : "=r"(product)
-        : "r"(pair), "r"(by));
-  } else {
-    asm("{ .reg .b16 low, high; .reg .b32 twice; mov.b32 {low, high}, %2;"
-        "mov.b32 twice, {low, low}; mul.rn.bf16x2 %0, %1, twice; }"
-        : "=r"(product)
-        : "r"(pair), "r"(by));
-  }
-  return product;
-}
 
 template <bool kIsUpper, bool kIsTwice>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, const RowMultipliers& by) {

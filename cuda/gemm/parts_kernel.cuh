@@ -103,12 +103,12 @@ class ThreadSums {
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads)
     parts_gemm_kernel(const __grid_constant__ PackedArgs args) {
-  extern __shared__ __align__(1024) std::byte storage[];
+  extern __shared__ __align__(1024) std::byte packed_storage[];
   constexpr int32_t kRoundsAhead = Shape::kChunkSlots - 1;
-  auto* const parts = reinterpret_cast<float*>(storage + Shape::kPartsAt);
+  auto* const parts = reinterpret_cast<float*>(packed_storage + Shape::kPartsAt);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const uint32_t tokens_at = shared_address(storage);
+  const uint32_t tokens_at = shared_address(packed_storage);
   const uint32_t weights_at =
       tokens_at + static_cast<uint32_t>(Shape::kTokensBytes + warp * Shape::kWarpBytes);
   let_successor_start();

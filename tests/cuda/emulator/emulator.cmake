@@ -15,6 +15,7 @@ set(emulated_kernels
   gemm/float_gemm.cu
   gemm/gemm.cu
   gemm/portable_gemm.cu
+  gemm/portable_packed.cu
   metadata/group_metadata.cu
   moe/combine.cu
   moe/routing.cu

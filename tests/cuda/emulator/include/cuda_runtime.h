@@ -36,6 +36,7 @@ extern thread_local int32_t counts[] asm("emulated_dynamic_shared");
 extern thread_local std::byte storage[] asm("emulated_dynamic_shared");
 extern thread_local std::byte shared[] asm("emulated_dynamic_shared");
 }  // namespace
+extern thread_local std::byte packed_storage[] asm("emulated_dynamic_shared");
 namespace join {
 namespace {
 extern thread_local float x[] asm("emulated_dynamic_shared");

@@ -67,6 +67,7 @@ inline void barrier_arrive_in_cluster(uint64_t* barrier, int32_t rank) {
   state.complete();
 }
 inline constexpr uint64_t kEvictNormal = 0;
+inline constexpr uint64_t kEvictFirst = 1;
 
 inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t) {
   std::memcpy(emulator::shared_pointer(to, bytes), from, bytes);
