@@ -96,10 +96,10 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
                   S::kSharedBytes, p, plan);
 }
 
-// Heads of 64 have room for a chunk in any case.
+// Heads of 64 have room for a chunk in any case, and a long ring of larger ones gained nothing.
 template <int kHeadDim, int kMTiles>
 void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
-  if constexpr (kHeadDim > 64) {
+  if constexpr (kHeadDim == 128) {
     using Long = Shape<kHeadDim, kMTiles, Ring::kLong>;
     const int64_t blocks = Tiles(p, Long::kRows).count * p.num_kv_heads;
     // Few enough to be split.

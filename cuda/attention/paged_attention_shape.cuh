@@ -42,8 +42,8 @@ struct Shape {
   static constexpr int32_t kWarpColumns = kSlice / kWarps;
   static constexpr int32_t kWarpColumnTiles = kWarpColumns / 8;
   static constexpr bool kIsLong = ring == Ring::kLong;
-  // One stage is in use, and the others are in flight. Heads of 512 have no room for a whole chunk.
-  static constexpr int32_t kStages = kIsLong ? std::min(2 * kSlices, 4) + 1
+  // One stage is in use, and the others are in flight.
+  static constexpr int32_t kStages = kIsLong ? 2 * kSlices + 1
                                      : kSlice == 64 || (kHeadDim == 256 && kMTiles == 1) ? 3
                                                                                          : 2;
   // Dynamic shared memory: the ring of K and V slices, then Q, then P.

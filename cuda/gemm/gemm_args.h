@@ -36,9 +36,11 @@ struct GemmArgs {
 enum class RowsAre : uint8_t { kWeights, kTokens };
 
 // The outputs of one block: `groups` warpgroups of 64 rows each by `columns`. A stage of the ring
-// holds `steps` times 64 columns of K, with weights of `weight_bits` bits each.
+// holds `steps` times 64 columns of K, with weights of `weight_bits` bits each. A thin tile has
+// fewer weights than 64, `thin_rows`. The product still reads 64 rows; what it makes of those
+// behind the weights, which are whatever lies there, is not used.
 template <RowsAre rows_are, int32_t groups, int32_t columns, int32_t steps = 1,
-          int32_t weight_bits = 16>
+          int32_t weight_bits = 16, int32_t thin_rows = 0>
 struct Tile {
   static constexpr int32_t kGroups = groups;
   static constexpr int32_t kGroupRows = 64;
@@ -46,7 +48,10 @@ struct Tile {
   static constexpr int32_t kColumns = columns;
   static constexpr int32_t kSteps = steps;
   static constexpr bool kWeightsAreRows = rows_are == RowsAre::kWeights;
-  static constexpr int32_t kWeights = kWeightsAreRows ? kRows : kColumns;
+  static constexpr int32_t kWeights = thin_rows > 0     ? thin_rows
+                                      : kWeightsAreRows ? kRows
+                                                        : kColumns;
+  static_assert(thin_rows == 0 || (kWeightsAreRows && groups == 1));
   static constexpr int32_t kTokens = kWeightsAreRows ? kColumns : kRows;
 
   static constexpr int32_t kDepth = 64;  // columns of K in one 128-byte row
@@ -54,6 +59,8 @@ struct Tile {
   static constexpr int32_t kWeightBytes = kWeights * kDepth * weight_bits / 8;
   static constexpr int32_t kTokenBytes = kTokens * kRowBytes;
   static constexpr int32_t kStageBytes = kSteps * (kWeightBytes + kTokenBytes);
+  // Read behind a ring.
+  static constexpr int32_t kBehindBytes = thin_rows > 0 ? (kGroupRows - thin_rows) * kRowBytes : 0;
 
   static constexpr int32_t kConsumers = kGroups * 128;
   static constexpr int32_t kThreads = kConsumers + 32;

@@ -54,6 +54,7 @@ struct StagedTile : StagedRows<Out, Tile::kWeights, Tile::kTokens, Tile::kConsum
   __device__ __forceinline__ void put(const Accumulators<Tile>& sums, const BiasOf& bias_of) const {
     const int32_t first_row = static_cast<int32_t>(threadIdx.x) / 32 * 16;
     if constexpr (Tile::kWeightsAreRows) {
+      if (first_row >= Tile::kWeights) return;  // of a thin tile
       put_weight_rows(sums, first_row, bias_of);
     } else {
       put_token_rows(sums, first_row, bias_of);

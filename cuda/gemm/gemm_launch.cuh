@@ -57,7 +57,8 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
   static_assert(kStagedBytes <= kMaxRingBytes);
   const int32_t num_stages = std::max(num_stages_of<Tile>(ring_bytes),
                                       (kStagedBytes + Tile::kStageBytes - 1) / Tile::kStageBytes);
-  const auto shared_bytes = static_cast<size_t>(num_stages) * Tile::kStageBytes + 1024;
+  const auto shared_bytes =
+      static_cast<size_t>(num_stages) * Tile::kStageBytes + Tile::kBehindBytes + 1024;
   PACELINE_CHECK(shared_bytes <= kMaxSharedBytes);
   // The tiles share the tokens evenly. Rows of a tile without a token keep stale values in shared
   // memory, which affect only outputs that are not written. Copying out-of-range rows, which arrive

@@ -20,6 +20,8 @@ template <int32_t groups, int32_t tokens, int32_t steps = 1>
 using WeightRows = Tile<RowsAre::kWeights, groups, tokens, steps>;
 template <int32_t weights>
 using TokenRows = Tile<RowsAre::kTokens, 1, weights>;
+// 16 weights by 16 tokens.
+using ThinRows = Tile<RowsAre::kWeights, 1, 16, 4, 16, 16>;
 
 // The number of tiles that the busiest SM computes.
 template <class Tile>
@@ -77,6 +79,11 @@ template <class Out>
 void launch_for_rows(CudaContext& ctx, const GemmParams& p,
                      const GatedActivationParams* activation) {
   const int32_t rows = p.max_rows;
+  // Where tiles of 64 weights leave three quarters of the multiprocessors without work, only a
+  // quarter of them brings weights to shared memory before the predecessor has ended.
+  if (rows <= 16 && num_waves<ThinRows>(ctx, p) == 1) {
+    return launch_gemm<Out, ThinRows>(ctx, p, activation);
+  }
   if (rows <= 32) {
     // Three blocks of the narrowest tile share an SM, so up to three per SM are one wave. Beyond
     // that, two blocks with deeper rings leave a shorter tail.

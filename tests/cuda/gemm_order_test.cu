@@ -100,7 +100,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GemmOrder,
                                            Shape{1536, 640}, Shape{640, 1024}, Shape{28672, 640},
                                            Shape{4096, 2568}, Shape{4001, 328}, Shape{6100, 136},
                                            Shape{24500, 136}, Shape{28604, 264}, Shape{31900, 200},
-                                           Shape{97, 72}, Shape{1, 8}));
+                                           Shape{97, 72}, Shape{1, 8}, Shape{2100, 2056}));
 
 }  // namespace
 }  // namespace paceline::testing

@@ -122,6 +122,8 @@ TEST_P(PortableBits, AreThoseOfSm90a) {
     results.push_back(device.download_all());
   }
   for (size_t i = 0; i < op.arrays.size(); ++i) {
+    // A kernel that ends in the next op does not store what lies between.
+    if (op.arrays[i].compare == Compare::kByCase) continue;
     EXPECT_TRUE(results[0][i] == results[1][i]) << op.arrays[i].name << " differs";
   }
 }
@@ -304,7 +306,8 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
     batch.extra_seqs = seqs[stream.below(5)];
     batch.extra_rows_per_seq = rows[stream.below(6)];
     batch.extra_rows = rows[stream.below(6)];
-    batch.num_sms = stream.below(2);  // with 1, prompts have the prefill kernel
+    const int32_t num_sms[] = {0, 1, 7};  // on few, prompts have the prefill kernel
+    batch.num_sms = num_sms[stream.below(3)];
     return batch;
   };
   for (const int32_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 17}) {
