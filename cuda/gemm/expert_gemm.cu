@@ -30,6 +30,8 @@ void launch_any_format(CudaContext& ctx, const ExpertGemmParams& p, const Produc
       return launch_expert_gemm<WeightFormat::kFp8>(ctx, p, call);
     case WeightFormat::kMxfp4:
       return launch_expert_gemm<WeightFormat::kMxfp4>(ctx, p, call);
+    case WeightFormat::kInt4:
+      PACELINE_CHECK(false, "no GPU has a product in int4");
   }
 }
 

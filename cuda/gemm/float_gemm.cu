@@ -123,6 +123,8 @@ void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const Produc
       return launch_float_format<WeightFormat::kFp8>(ctx, p, call);
     case WeightFormat::kMxfp4:
       return launch_float_format<WeightFormat::kMxfp4>(ctx, p, call);
+    case WeightFormat::kInt4:
+      PACELINE_CHECK(false, "no GPU has a product in int4");
   }
 }
 

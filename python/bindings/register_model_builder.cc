@@ -61,11 +61,14 @@ void put_array(PyModelBuilder& self, const std::string& name, const py::array& a
     dtype = DType::kInt32;
   } else if (array.dtype().equal(py::dtype("uint8"))) {
     dtype = DType::kUInt8;
+  } else if (array.dtype().equal(py::dtype("uint16"))) {
+    dtype = DType::kBFloat16;
   } else if (!array.dtype().equal(py::dtype("float32"))) {
-    throw py::value_error(
-        "tensor " + quoted(name) + ": the array's dtype is " +
-        py::str(array.dtype()).cast<std::string>() +
-        "; allowed: float32, float16 (token ids: int32; mxfp4: uint8) in native byte order");
+    throw py::value_error("tensor " + quoted(name) + ": the array's dtype is " +
+                          py::str(array.dtype()).cast<std::string>() +
+                          "; allowed: float32, float16, uint16 for the bits of bfloat16 (token ids "
+                          "and orders: int32; "
+                          "mxfp4 and int4: uint8) in native byte order");
   }
   if ((array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0) {
     throw py::value_error("tensor " + quoted(name) + ": the array is not aligned; copy it first");
@@ -222,7 +225,8 @@ Raises:
 
 Args:
     name: The canonical name.
-    array: float32 or float16, any strides; int32 for token ids; uint8 for mxfp4.
+    array: float32, float16, or uint16 for the bits of bfloat16, any strides; int32 for token ids
+        and orders of inputs; uint8 for mxfp4 and int4.
 
 Raises:
     ValueError: An unknown name, a second put, or a wrong shape or dtype (seen and expected).
@@ -240,8 +244,8 @@ Raises:
           },
           py::arg("seed"), R"doc(Fills every weight that was not put, for benches.
 
-Matrices and embeddings get normal values with standard deviation 0.02, in fp8 and mxfp4 the
-elements nearest to such values; norms get their neutral value, biases 0.
+Matrices and embeddings get normal values with standard deviation 0.02, in fp8, mxfp4 and int4
+the elements nearest to such values; norms get their neutral value, biases 0.
 
 Args:
     seed: Same seed, same weights.

@@ -152,6 +152,7 @@ class ModelBuilder:
         array: npt.NDArray[np.float32]
         | npt.NDArray[np.float16]
         | npt.NDArray[np.int32]
+        | npt.NDArray[np.uint16]
         | npt.NDArray[np.uint8],
     ) -> None: ...
     def missing(self) -> list[str]: ...

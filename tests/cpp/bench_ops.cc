@@ -68,7 +68,9 @@ void bench_gemm(CpuContext& ctx, const BenchFormat& format, int32_t n, int32_t k
   matrix.scale_rows = format.scale_rows;
   matrix.scale_cols = format.scale_cols == 0 ? k : format.scale_cols;
   matrix.has_exact_scales = format.has_exact_scales;
-  const int64_t matrix_bytes = matrix.row_bytes() * n;
+  matrix.has_zeros = format.format == WeightFormat::kInt4;
+  // The scales and zero points of int4 follow each matrix; those of other formats are shared.
+  const int64_t matrix_bytes = matrix.has_zeros ? matrix.bytes() : matrix.row_bytes() * n;
   const auto arena = map_memory(static_cast<size_t>(matrix_bytes) * num_matrices);
   std::mt19937 random(1);
   if (format.format == WeightFormat::kPlain) {
@@ -109,6 +111,11 @@ void bench_gemm(CpuContext& ctx, const BenchFormat& format, int32_t n, int32_t k
       const int calls = std::max(num_matrices, static_cast<int>(0.02 * 1e11 / flops));
       seconds[warm] = best_seconds(repetitions, std::min(calls, 2000), [&](int i) {
         p.weight.data = arena.get() + (warm == 1 ? 0 : i % num_matrices * matrix_bytes);
+        if (matrix.has_zeros) {
+          p.weight.scales = p.weight.data + matrix.data_bytes();
+          p.weight.zeros =
+              reinterpret_cast<const uint8_t*>(p.weight.scales + matrix.scales_bytes());
+        }
         gemm(ctx, p);
       });
     }
@@ -293,7 +300,10 @@ int main(int argc, char** argv) {
        {paceline::BenchFormat{"mxfp4", WeightFormat::kMxfp4},
         {"fp8, 128x128 powers of two", WeightFormat::kFp8, 128, 128, true},
         {"fp8, a scale a row", WeightFormat::kFp8, 1},
-        {"fp8, 128x128", WeightFormat::kFp8, 128, 128}}) {
+        {"fp8, 128x128", WeightFormat::kFp8, 128, 128},
+        {"int4, groups of 32, zero points", WeightFormat::kInt4, 1, 32},
+        {"int4, groups of 128, zero points", WeightFormat::kInt4, 1, 128},
+        {"int4, a scale a row, zero points", WeightFormat::kInt4, 1}}) {
     paceline::bench_gemm(ctx, format, 4096, 4096, 12, 5);
   }
   paceline::bench_experts(ctx, bf16, 32, 2880, 2880, 3);

@@ -30,6 +30,7 @@ struct Format {
   int32_t scale_rows = 0;  // of kFp8
   int32_t scale_cols = 0;  // 0: k
   bool has_exact_scales = false;
+  bool has_order = false;  // of kInt4
 };
 constexpr DType kF = DType::kFloat32;
 constexpr DType kB = DType::kBFloat16;
@@ -40,7 +41,14 @@ constexpr Format kFormats[] = {{"float32", kF},
                                {"fp8, scale a row", kB, WeightFormat::kFp8, 1},
                                {"fp8, exact tiles", kB, WeightFormat::kFp8, 16, 32, true},
                                {"fp8, tiles", kB, WeightFormat::kFp8, 8, 64},
-                               {"fp8, tiles in float32", kF, WeightFormat::kFp8, 8, 64}};
+                               {"fp8, tiles in float32", kF, WeightFormat::kFp8, 8, 64},
+                               {"int4", kB, WeightFormat::kInt4, 1, 32},
+                               {"int4 in float32", kF, WeightFormat::kInt4, 1, 32},
+                               {.name = "int4 with an order",
+                                .dtype = kB,
+                                .format = WeightFormat::kInt4,
+                                .scale_rows = 1,
+                                .has_order = true}};
 
 void PrintTo(const Format& f, std::ostream* out) { *out << f.name; }
 
@@ -55,12 +63,16 @@ std::string test_name(const ::testing::TestParamInfo<Format>& info) {
 struct Matrices {
   std::vector<std::byte> data;
   std::vector<std::byte> scales;
+  std::vector<uint8_t> zeros;
+  std::vector<int32_t> order;
   ExpertMatrices experts;
 
   [[nodiscard]] WeightMatrix of(int32_t expert) const {
     WeightMatrix matrix = experts.first;
     matrix.data += expert * experts.data_stride;
     if (matrix.scales != nullptr) matrix.scales += expert * experts.scales_stride;
+    if (matrix.zeros != nullptr) matrix.zeros += expert * matrix.zeros_bytes();
+    if (matrix.order != nullptr) matrix.order += expert * matrix.k;
     return matrix;
   }
 };
@@ -70,9 +82,8 @@ Matrices random_matrices(Random& random, const Format& f, int32_t num_experts, i
   Matrices m;
   WeightMatrix& first = m.experts.first;
   first = {.n = n, .k = k, .dtype = f.dtype, .format = f.format, .scale_rows = f.scale_rows};
-  first.scale_cols = f.format != WeightFormat::kFp8 ? 0
-                     : f.scale_cols > 0             ? std::min(f.scale_cols, k)
-                                                    : k;
+  const bool has_tiles = f.format == WeightFormat::kFp8 || f.format == WeightFormat::kInt4;
+  first.scale_cols = !has_tiles ? 0 : f.scale_cols > 0 ? std::min(f.scale_cols, k) : k;
   first.has_exact_scales = f.has_exact_scales;
   m.experts.num_experts = num_experts;
   m.experts.data_stride = (n * first.row_bytes() + 63) / 64 * 64 + 64;
@@ -93,6 +104,20 @@ Matrices random_matrices(Random& random, const Format& f, int32_t num_experts, i
     for (int64_t i = 0; i < num_experts * m.experts.scales_stride; ++i) {
       m.scales.push_back(static_cast<std::byte>(120 + random.below(8)));
     }
+  } else if (f.format == WeightFormat::kInt4) {
+    const int64_t num_scales = first.num_scale_rows() * first.num_scale_cols();
+    m.experts.scales_stride = (num_scales + 3) * 2;
+    m.scales = typed_array(kB, random.normals(num_experts * (num_scales + 3), 0.02f)).bytes;
+    for (int64_t i = 0; i < num_experts * num_scales; ++i) {
+      m.zeros.push_back(static_cast<uint8_t>(random.below(16)));
+    }
+    first.has_zeros = true;
+    first.zeros = m.zeros.data();
+    first.has_order = f.has_order;
+    for (int32_t expert = 0; f.has_order && expert < num_experts; ++expert) {
+      for (int32_t i = 0; i < k; ++i) m.order.push_back((i * 5 + expert) % k);
+    }
+    if (f.has_order) first.order = m.order.data();
   } else if (f.format == WeightFormat::kFp8) {
     const int64_t num_tiles = int64_t{(n + first.scale_rows - 1) / first.scale_rows} *
                               ((k + first.scale_cols - 1) / first.scale_cols);

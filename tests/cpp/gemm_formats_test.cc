@@ -147,6 +147,53 @@ TEST(Dequantize, EveryFp8Value) {
   }
 }
 
+// Every code with every zero point, under scales of both dtypes that are rounded up, down and to
+// even, and whose signs differ; every row has another scale.
+TEST(Dequantize, EveryInt4Value) {
+  constexpr int32_t kCols = 64;
+  for (const DType scale_dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const int32_t group : {32, kCols}) {
+      std::vector<uint8_t> data;
+      std::vector<uint8_t> zeros;
+      std::vector<float> scales;
+      std::vector<int> codes;
+      const int32_t rows = 16 * 40;
+      for (int32_t row = 0; row < rows; ++row) {
+        for (int32_t column = 0; column < kCols; column += 2) {
+          codes.push_back((column * 7 + row) % 16);
+          codes.push_back((column * 5 + 3 + row) % 16);
+          data.push_back(static_cast<uint8_t>(codes[codes.size() - 2] | codes.back() << 4));
+        }
+        for (int32_t begin = 0; begin < kCols; begin += group) {
+          zeros.push_back(static_cast<uint8_t>((row + begin / group) % 16));
+          const float magnitude = std::ldexp(1.0f + 0.0009765625f * static_cast<float>(row),
+                                             -16 + row % 20 + begin / group);
+          scales.push_back(row % 3 == 0 ? -magnitude : magnitude);
+        }
+      }
+      const TypedArray typed = typed_array(scale_dtype, scales);
+      for (const bool has_zeros : {true, false}) {
+        std::vector<float> want;
+        for (size_t i = 0; i < codes.size(); ++i) {
+          const size_t its = i / static_cast<size_t>(group);
+          const int difference = codes[i] - (has_zeros ? zeros[its] : 8);
+          want.push_back(
+              bf16_to_float(float_to_bf16(static_cast<float>(difference) * typed.rounded[its])));
+        }
+        WeightMatrix matrix = plain_matrix(data.data(), rows, kCols, DType::kFloat32);
+        matrix.format = WeightFormat::kInt4;
+        matrix.scale_rows = 1;
+        matrix.scale_cols = group;
+        matrix.scale_dtype = scale_dtype;
+        matrix.scales = typed.bytes.data();
+        matrix.has_zeros = has_zeros;
+        matrix.zeros = has_zeros ? zeros.data() : nullptr;
+        expect_rows(matrix, want);
+      }
+    }
+  }
+}
+
 // --- Products -----------------------------------------------------------------------------------
 
 struct Product {
@@ -178,7 +225,7 @@ struct Shape {
 // Tails of 16 and 32 columns, narrow tiles, several threads, several blocks of rows, and the widths
 // of GPT-OSS.
 std::vector<Shape> shapes_of(const ScaledFormat& format) {
-  if (format.format == WeightFormat::kMxfp4) {
+  if (format.format != WeightFormat::kFp8) {
     return {{1, 32}, {7, 64}, {37, 96}, {130, 160}, {272, 2880}, {24, 5024}};
   }
   return {{1, 1}, {7, 33}, {37, 127}, {130, 160}, {131, 300}, {272, 2880}, {24, 5000}};
@@ -199,7 +246,9 @@ TEST(GemmFormats, ExactScalesHaveTheBitsOfDequantisedWeights) {
           const Product p = {num_rows, &x, num_rows % 2 == 0 ? &bias : nullptr,
                              1 + random.below(3)};
           const std::vector<float> got = product(p, array.matrix);
-          const std::vector<float> want = product(p, plain_weight);
+          const std::vector<float> ordered_x = in_order(array, x);
+          const Product ordered = {num_rows, &ordered_x, p.bias, p.num_threads};
+          const std::vector<float> want = product(ordered, plain_weight);
           ASSERT_TRUE(same_bits(got.data(), want.data(), static_cast<int64_t>(got.size())))
               << name_of(format) << " " << dtype_name(dtype) << " rows " << num_rows << " n "
               << shape.n << " k " << shape.k << " threads " << p.num_threads;

@@ -167,7 +167,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "pickle": pickled,
     "pickled_mask": pickled_mask,
     "quantised": lambda folder: llm(
-        copy(TARGET, folder, quantization_config={"quant_method": "awq"})
+        copy(TARGET, folder, quantization_config={"quant_method": "bitsandbytes"})
     ),
     "small_pool": lambda folder: llm(kv_cache_bytes=1000),
     "tensor_parallel": lambda folder: llm(tensor_parallel_size=2),

@@ -232,7 +232,7 @@ WEIGHTS = "config_groups.group_0.weights"
 @pytest.mark.parametrize(
     ("value", "parts"),
     [
-        ({"quant_method": "awq"}, ('quant_method" is "awq"', "fp8, compressed-tensors")),
+        ({"quant_method": "nf4"}, ('quant_method" is "nf4"', "fp8, compressed-tensors")),
         ({"quant_method": "mxfp4"}, ('quant_method" is "mxfp4"', "fp8, compressed-tensors")),
         (FP8 | {"weight_block_size": [64, 128]}, ('block_size" is [64, 128]', "[128, 128]")),
         (FP8 | {"weight_block_size": None}, ('block_size" is null', "supported: [128, 128]")),
@@ -246,7 +246,7 @@ WEIGHTS = "config_groups.group_0.weights"
             FP8 | {"modules_to_not_convert": ["k_proj", "model.layers.0.mlp.up_proj"]},
             ("modules_to_not_convert", "leaves out self_attn.k_proj of layer 0", "all or none of"),
         ),
-        (compressed(format="pack-quantized"), ('format" is "pack', '"float-quantized" or "naive')),
+        (compressed(format="mixed"), ('format" is "mixed', '"naive-quantized" or "pack-quantized')),
         (compressed(kv_cache_scheme={"num_bits": 8}), ('kv_cache_scheme" is {', "null")),
         (compressed(transform_config={"a": 1}), ('transform_config" is {"a": 1}', "null or {}")),
         (

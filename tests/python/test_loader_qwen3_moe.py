@@ -241,8 +241,11 @@ def test_scales_of_experts(method: str, copy_of: Callable[..., Path]) -> None:
         ),
         (
             NotImplementedError,
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            ('"quantization_config.quant_method" is "gptq"', "supported: fp8, compressed-tensors"),
+            {"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}},
+            (
+                '"quantization_config.quant_method" is "bitsandbytes"',
+                "supported: fp8, compressed-tensors",
+            ),
         ),
     ],
 )

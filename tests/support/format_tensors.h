@@ -74,6 +74,29 @@ inline FormatTensors format_tensors(const std::string& json, uint64_t seed,
         }
         tensor.bytes = encode(values, scale_dtype);
         break;
+      case WeightKind::kInt4Codes:
+        tensor.dtype = named.dtype;
+        for (char& byte : tensor.bytes) byte = static_cast<char>(below(256));
+        break;
+      case WeightKind::kInt4Scales:
+        tensor.dtype = stored == DType::kFloat16 ? stored : DType::kBFloat16;
+        for (float& value : values) value = 0.01f * static_cast<float>(1 + below(7));
+        tensor.bytes = encode(values, tensor.dtype);
+        break;
+      case WeightKind::kInt4Zeros:
+        tensor.dtype = named.dtype;
+        for (char& byte : tensor.bytes) byte = static_cast<char>(below(16));
+        break;
+      case WeightKind::kInt4Order: {
+        tensor.dtype = named.dtype;
+        std::vector<int32_t> order(static_cast<size_t>(named.elements()));
+        const int64_t cols = named.dims().back();  // no multiple of 7
+        for (size_t i = 0; i < order.size(); ++i) {
+          order[i] = static_cast<int32_t>(static_cast<int64_t>(i) * 7 % cols);
+        }
+        tensor.bytes.assign(reinterpret_cast<const char*>(order.data()), order.size() * 4);
+        break;
+      }
       case WeightKind::kIds:
         throw std::logic_error("no tokens here");
     }
@@ -119,6 +142,18 @@ inline double described_value(const FormatTensors& tensors, const std::string& n
   }
   const int64_t rows = shape[shape.size() - 2];
   const int64_t cols = shape[shape.size() - 1];
+  if (format.format == WeightFormat::kInt4) {
+    const FormatTensor& its_scales = tensors.at(name + ".scales");
+    const int64_t group = format.group == 0 ? 2 * cols : format.group;
+    const int64_t index = (expert * rows + row) * its_scales.shape.back() + col / group;
+    const auto byte = static_cast<uint8_t>(
+        weight.bytes[static_cast<size_t>((expert * rows + row) * cols + col / 2)]);
+    const int code = col % 2 == 0 ? byte & 15 : byte >> 4;
+    const int zero =
+        format.has_zeros ? tensors.at(name + ".zeros").bytes[static_cast<size_t>(index)] : 8;
+    return bf16_to_float(
+        float_to_bf16(static_cast<float>((code - zero) * number_at(its_scales, index))));
+  }
   if (is_transposed) return number_at(weight, (expert * rows + col) * cols + row);
   if (format.format == WeightFormat::kPlain) {
     return number_at(weight, (expert * rows + row) * cols + col);
@@ -152,16 +187,23 @@ inline double value_in_memory(const WeightMatrix& matrix, int64_t row, int64_t c
           static_cast<uint8_t>(matrix.scales[row * matrix.num_scale_cols() + col / kMxfp4Columns]);
       return double{e2m1_to_float(col % 2 == 0 ? byte & 15 : byte >> 4)} * e8m0_to_float(scale);
     }
+    case WeightFormat::kInt4: {
+      const auto byte = static_cast<uint8_t>(data[col / 2]);
+      const int64_t group = row * matrix.num_scale_cols() + col / matrix.scale_cols;
+      const uint16_t bits = reinterpret_cast<const uint16_t*>(matrix.scales)[group];
+      const float scale =
+          matrix.scale_dtype == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+      const int code = col % 2 == 0 ? byte & 15 : byte >> 4;
+      const int zero = matrix.has_zeros ? matrix.zeros[group] : 8;
+      return bf16_to_float(float_to_bf16(static_cast<float>(code - zero) * scale));
+    }
   }
   return 0;
 }
 
 // Matrix `expert` of a mixture.
 inline WeightMatrix expert_matrix(const ExpertMatrices& experts, int64_t expert) {
-  WeightMatrix matrix = experts.first;
-  matrix.data += expert * experts.data_stride;
-  if (matrix.scales != nullptr) matrix.scales += expert * experts.scales_stride;
-  return matrix;
+  return experts.of(expert);
 }
 
 }  // namespace paceline::testing

@@ -72,6 +72,17 @@ struct TypedArray {
   std::vector<float> rounded;
 };
 
+// To the nearest float16, ties to even; of a value whose float16 is finite.
+inline uint16_t float_to_fp16(float value) {
+  int exponent = 0;
+  std::frexp(value, &exponent);
+  const int quantum = std::max(exponent - 11, -24);
+  const auto steps = static_cast<int>(std::nearbyint(std::ldexp(std::fabs(value), -quantum)));
+  // Of normal numbers the steps contain the leading bit, which adds 1 to the exponent.
+  const int bits = steps + (quantum + 24) * 1024;
+  return static_cast<uint16_t>(bits | (std::signbit(value) ? 0x8000 : 0));
+}
+
 inline TypedArray typed_array(DType dtype, const std::vector<float>& values) {
   TypedArray array = {
       .bytes = std::vector<std::byte>(values.size() * static_cast<size_t>(dtype_bytes(dtype))),
@@ -79,6 +90,10 @@ inline TypedArray typed_array(DType dtype, const std::vector<float>& values) {
   for (size_t i = 0; i < values.size(); ++i) {
     if (dtype == DType::kFloat32) {
       std::memcpy(array.bytes.data() + 4 * i, &values[i], 4);
+    } else if (dtype == DType::kFloat16) {
+      const uint16_t bits = float_to_fp16(values[i]);
+      std::memcpy(array.bytes.data() + 2 * i, &bits, 2);
+      array.rounded[i] = fp16_to_float(bits);
     } else {
       const uint16_t bits = float_to_bf16(values[i]);
       std::memcpy(array.bytes.data() + 2 * i, &bits, 2);

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from int4_models import INT4_METHODS, from_int4, int4_config, to_int4
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,7 +46,7 @@ def quantize(
 
     Args:
         tensors: Of a checkpoint without scales.
-        method: One of `METHODS`.
+        method: One of `METHODS` or of `INT4_METHODS`.
         exact_scales: Scales of fp8 are powers of two.
 
     Returns:
@@ -56,6 +58,10 @@ def quantize(
             # As transformers has it the matrix is [E, columns, rows].
             blocks, scales = to_mxfp4(tensor.transpose(1, 2))
             quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        elif method in INT4_METHODS and _LINEAR.fullmatch(name):
+            has_bfloat16 = INT4_METHODS[method].layout == "pack-quantized"
+            scale_dtype = "bfloat16" if has_bfloat16 else "float16"
+            quantized |= to_int4(name.removesuffix(".weight"), tensor, method, scale_dtype)
         elif method != "mxfp4" and _LINEAR.fullmatch(name):
             scale_name = "weight_scale_inv" if method == "fp8_block" else "weight_scale"
             weight, scales = to_fp8(tensor, method, exact_scales=exact_scales)
@@ -69,10 +75,12 @@ def quantization_config(method: str, tensors: Iterable[str] = ()) -> dict[str, A
     """The value of "quantization_config", as in published files.
 
     Args:
-        method: One of `METHODS`.
+        method: One of `METHODS` or of `INT4_METHODS`.
         tensors: Names of the tensors of Qwen3.5 or Qwen3-Next, whose files list every module that
             has no scales; those of other families name none.
     """
+    if method in INT4_METHODS:
+        return int4_config(method)
     if tensors:
         modules = (name.removesuffix(".weight") for name in tensors)
         plain = [module for module in modules if _PLAIN.fullmatch(module)]
@@ -183,12 +191,36 @@ def _spread(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
 
 
-def dequantize(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint without scales: float32 values, the others as they are."""
+_INT4_CODES = (".qweight", ".weight_packed")
+_INT4_OTHERS = (
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_g_idx",
+)
+
+
+def dequantize(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint without scales: float32 values, the others as they are.
+
+    Args:
+        tensors: Of a checkpoint.
+        config: Its "quantization_config", for int4.
+    """
     import torch
 
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        if name.endswith(_INT4_CODES) and config is not None:
+            module = name.rpartition(".")[0]
+            plain[f"{module}.weight"] = from_int4(tensors, module, config)
+            continue
+        if name.endswith(_INT4_OTHERS):
+            continue
         if name.endswith(("_scales", ".weight_scale", ".weight_scale_inv")):
             continue
         if name.endswith("_blocks"):

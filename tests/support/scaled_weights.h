@@ -8,8 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <ostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/float_types.h"
@@ -23,11 +25,19 @@ struct ScaledFormat {
   int32_t scale_rows = 0;
   int32_t scale_cols = 0;  // 0: all of K
   bool has_exact_scales = false;
+  DType scale_dtype = DType::kBFloat16;  // of kInt4
+  bool has_zeros = false;                // of kInt4
+  bool has_order = false;                // of kInt4
 };
 
 inline std::string name_of(const ScaledFormat& f) {
   if (f.format == WeightFormat::kPlain) return "plain";
   if (f.format == WeightFormat::kMxfp4) return "mxfp4";
+  if (f.format == WeightFormat::kInt4) {
+    return "int4 " + (f.scale_cols == 0 ? "K" : std::to_string(f.scale_cols)) + " " +
+           std::string(dtype_name(f.scale_dtype)) + (f.has_zeros ? " zeros" : "") +
+           (f.has_order ? " order" : "");
+  }
   return "fp8 " + std::to_string(f.scale_rows) + "x" +
          (f.scale_cols == 0 ? "K" : std::to_string(f.scale_cols)) +
          (f.has_exact_scales ? " exact" : "");
@@ -38,7 +48,14 @@ inline std::vector<ScaledFormat> exact_formats() {
   return {{WeightFormat::kMxfp4},
           {WeightFormat::kFp8, 1, 0, true},
           {WeightFormat::kFp8, 128, 128, true},
-          {WeightFormat::kFp8, 16, 32, true}};
+          {WeightFormat::kFp8, 16, 32, true},
+          {.format = WeightFormat::kInt4, .scale_cols = 32, .has_zeros = true},
+          {.format = WeightFormat::kInt4, .scale_cols = 32, .has_zeros = true, .has_order = true},
+          {.format = WeightFormat::kInt4, .scale_dtype = DType::kFloat16},
+          {.format = WeightFormat::kInt4,
+           .scale_dtype = DType::kFloat16,
+           .has_zeros = true,
+           .has_order = true}};
 }
 inline std::vector<ScaledFormat> inexact_formats() {
   return {{WeightFormat::kFp8, 1, 0, false},
@@ -49,7 +66,9 @@ inline std::vector<ScaledFormat> inexact_formats() {
 struct ScaledArray {
   std::vector<uint8_t> data;
   std::vector<std::byte> scales;
-  std::vector<double> values;  // [n, k] element * scale
+  std::vector<uint8_t> zeros;
+  std::vector<int32_t> order;
+  std::vector<double> values;  // [n, k] element * scale, in the order of the columns
   WeightMatrix matrix;         // of data and scales
 };
 
@@ -81,6 +100,39 @@ inline ScaledArray scaled_array(Random& random, const ScaledFormat& f, int32_t n
                           e8m0_to_float(static_cast<uint8_t>(scale));
       }
     }
+  } else if (f.format == WeightFormat::kInt4) {
+    matrix.scale_rows = 1;
+    matrix.scale_dtype = f.scale_dtype;
+    for (uint8_t& byte : array.data) byte = static_cast<uint8_t>(random.below(256));
+    const int64_t groups = matrix.num_scale_cols();
+    std::vector<float> scales(static_cast<size_t>(n * groups));
+    for (float& scale : scales) scale = random.normal(0.01f);
+    TypedArray typed = typed_array(f.scale_dtype, scales);
+    array.scales = std::move(typed.bytes);
+    matrix.has_zeros = f.has_zeros;
+    if (f.has_zeros) {
+      array.zeros.resize(scales.size());
+      for (uint8_t& zero : array.zeros) zero = static_cast<uint8_t>(random.below(16));
+    }
+    matrix.has_order = f.has_order;
+    if (f.has_order) {
+      array.order.resize(static_cast<size_t>(k));
+      std::iota(array.order.begin(), array.order.end(), 0);
+      for (int32_t i = k - 1; i > 0; --i) {
+        std::swap(array.order[static_cast<size_t>(i)],
+                  array.order[static_cast<size_t>(random.below(i + 1))]);
+      }
+    }
+    for (int64_t row = 0; row < n; ++row) {
+      for (int64_t column = 0; column < k; ++column) {
+        const auto group = static_cast<size_t>(row * groups + column / matrix.scale_cols);
+        const uint8_t byte = array.data[static_cast<size_t>((row * k + column) / 2)];
+        const int code = column % 2 == 0 ? byte & 15 : byte >> 4;
+        const int zero = f.has_zeros ? array.zeros[group] : 8;
+        at(row, column) =
+            bf16_to_float(float_to_bf16(static_cast<float>(code - zero) * typed.rounded[group]));
+      }
+    }
   } else {
     for (uint8_t& byte : array.data) {
       do byte = static_cast<uint8_t>(random.below(256));
@@ -105,7 +157,20 @@ inline ScaledArray scaled_array(Random& random, const ScaledFormat& f, int32_t n
   }
   array.matrix.data = reinterpret_cast<const std::byte*>(array.data.data());
   array.matrix.scales = array.scales.data();
+  if (f.has_zeros) array.matrix.zeros = array.zeros.data();
+  if (f.has_order) array.matrix.order = array.order.data();
   return array;
+}
+
+// Rows of x in the order of the columns of a matrix.
+inline std::vector<float> in_order(const ScaledArray& array, const std::vector<float>& x) {
+  if (array.order.empty()) return x;
+  std::vector<float> ordered(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    const size_t column = i % array.order.size();
+    ordered[i] = x[i - column + static_cast<size_t>(array.order[column])];
+  }
+  return ordered;
 }
 
 // The values as a plain matrix of the same dtype, which must hold them exactly.

@@ -360,7 +360,8 @@ def plain_copy(directory: Path, dtype: str = "float32") -> Path:
 
     path = copy_checkpoint(directory, _session_dir() / f"{directory.name}-plain-{dtype}")
     edit_config(path, quantization_config=..., dtype=dtype)
-    plain = dequantize(load_tensors(directory))
+    config = read_json(directory / "config.json").get("quantization_config")
+    plain = dequantize(load_tensors(directory), config)
     save_tensors(path, {name: value.to(getattr(torch, dtype)) for name, value in plain.items()})
     return path
 

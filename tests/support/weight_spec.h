@@ -36,6 +36,8 @@ struct WeightSpec {
     case WeightFormat::kFp8:
       return "_fp8_" + std::to_string(s.scale_rows) + "x" + std::to_string(s.scale_cols) +
              (s.has_exact_scales ? "_exact" : "") + dtype + plain;
+    case WeightFormat::kInt4:
+      return "_int4" + dtype + plain;
   }
   return "";
 }

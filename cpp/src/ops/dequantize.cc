@@ -21,7 +21,8 @@ using H16 = uint16_t __attribute__((vector_size(32)));
 // One row of a matrix.
 struct RowArgs {
   const uint8_t* from;
-  const std::byte* scales;  // of the row's tiles: float or, with mxfp4, uint8_t
+  const std::byte* scales;         // of the row's tiles: float or, with mxfp4, uint8_t
+  const uint8_t* zeros = nullptr;  // with int4: of the row's tiles, or null
   int32_t k;
   int32_t scale_cols;
   void* to;
@@ -117,6 +118,80 @@ struct Mxfp4Row {
   }
 };
 
+// Numbers of float16 in the low halves of lanes, as floats. The subnormal ones are 0.5 + mantissa *
+// 2^-24, minus 0.5, which computes with no subnormal float.
+[[gnu::always_inline]] inline V16u fp16_values(const V16u& halves) {
+  const V16u magnitude = halves & 0x7fffu;
+  const V16u normal = (magnitude << 13) + (112u << 23);
+  const V16 subnormal = reinterpret_cast<V16>(magnitude + 0x3f000000u) - 0.5f;
+  const V16i compared = reinterpret_cast<V16i>(magnitude);
+  const V16u value = compared < 0x400 ? reinterpret_cast<V16u>(subnormal) : normal;
+  return value | ((halves & 0x8000u) << 16);
+}
+
+struct Int4ScalesArgs {
+  const uint16_t* from;
+  int32_t count;
+  bool is_float16;
+  float* to;
+};
+
+struct Int4Scales {
+  [[gnu::always_inline]] static V16u values(const Int4ScalesArgs& args, const H16& halves) {
+    const V16u wide = __builtin_convertvector(halves, V16u);
+    return args.is_float16 ? fp16_values(wide) : wide << 16;
+  }
+  [[gnu::always_inline]] static void run(const Int4ScalesArgs* args) {
+    int32_t i = 0;
+    for (; i + 16 <= args->count; i += 16) {
+      H16 halves;
+      __builtin_memcpy(&halves, args->from + i, sizeof(halves));
+      const V16u floats = values(*args, halves);
+      __builtin_memcpy(args->to + i, &floats, sizeof(floats));
+    }
+    if (i == args->count) return;
+    const auto rest = static_cast<size_t>(args->count - i);
+    H16 halves = {};
+    __builtin_memcpy(&halves, args->from + i, rest * sizeof(uint16_t));
+    const V16u floats = values(*args, halves);
+    __builtin_memcpy(args->to + i, &floats, rest * sizeof(float));
+  }
+};
+
+// To the nearest bfloat16, ties to even; `value` is finite.
+[[gnu::always_inline]] inline V16 rounded_to_bf16(const V16& value) {
+  const V16u bits = reinterpret_cast<V16u>(value);
+  return reinterpret_cast<V16>((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+}
+
+template <class Value>
+struct Int4Row {
+  [[gnu::always_inline]] static void run(const RowArgs* args) {
+    for (int32_t begin = 0, tile = 0; begin < args->k; begin += args->scale_cols, ++tile) {
+      const V16 scale = broadcast(reinterpret_cast<const float*>(args->scales)[tile]);
+      const V16 zero =
+          broadcast(static_cast<float>(args->zeros == nullptr ? kInt4Zero : args->zeros[tile]));
+      for (int32_t block = begin; block < begin + args->scale_cols; block += kInt4Columns) {
+        if (block % 128 == 0 && args->prefetch != nullptr) {
+          __builtin_prefetch(args->prefetch + block / 2, 0, 2);
+        }
+        const B16 bytes = load_bytes(args->from + block / 2);
+        const B16 low = bytes & 0xf;
+        const B16 high = bytes >> 4;
+        constexpr B16 kFirst = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+        constexpr B16 kSecond = kFirst + 8;
+        Value* const out = static_cast<Value*>(args->to) + block;
+        const auto store_half = [&](Value* to, const B16& codes) {
+          const V16 code = __builtin_convertvector(reinterpret_cast<V16i>(widen(codes)), V16);
+          store_value(to, rounded_to_bf16((code - zero) * scale));
+        };
+        store_half(out, __builtin_shuffle(low, high, kFirst));
+        store_half(out + 16, __builtin_shuffle(low, high, kSecond));
+      }
+    }
+  }
+};
+
 #if defined(__x86_64__)
 // The exponent of a scale that the code of dequantize_x86.h takes.
 [[nodiscard]] std::optional<int> normal_exponent(float scale) {
@@ -140,6 +215,12 @@ struct Mxfp4Row {
     run(args.from, scales, to, args.k / kMxfp4Columns, args.prefetch);
     return true;
   }
+  if (format == WeightFormat::kInt4) {
+    const auto run = is_avx512 ? int4_row_avx512 : int4_row_avx2;
+    run(args.from, reinterpret_cast<const float*>(args.scales), args.zeros, to,
+        args.k / args.scale_cols, args.scale_cols / kInt4Columns, args.prefetch);
+    return true;
+  }
   const auto* const scales = reinterpret_cast<const float*>(args.scales);
   const auto run = is_avx512 ? fp8_tile_avx512 : fp8_tile_avx2;
   for (int32_t begin = 0, tile = 0; begin < args.k; begin += args.scale_cols, ++tile) {
@@ -159,16 +240,60 @@ void dequantize_row(WeightFormat format, const RowArgs& args) {
     if (dequantize_row_x86(format, args)) return;
   }
 #endif
-  if (format == WeightFormat::kFp8) return run_best_isa<Fp8Row<Value>>(&args);
-  run_best_isa<Mxfp4Row<Value>>(&args);
+  switch (format) {
+    case WeightFormat::kPlain:
+      break;
+    case WeightFormat::kFp8:
+      return run_best_isa<Fp8Row<Value>>(&args);
+    case WeightFormat::kMxfp4:
+      return run_best_isa<Mxfp4Row<Value>>(&args);
+    case WeightFormat::kInt4:
+      return run_best_isa<Int4Row<Value>>(&args);
+  }
 }
 
 }  // namespace
+
+void int4_scales(const WeightMatrix& weight, int64_t first, int32_t count, float* to) {
+  const Int4ScalesArgs args = {.from = reinterpret_cast<const uint16_t*>(weight.scales) + first,
+                               .count = count,
+                               .is_float16 = weight.scale_dtype == DType::kFloat16,
+                               .to = to};
+  run_best_isa<Int4Scales>(&args);
+}
 
 const float* fp8_scales(const WeightMatrix& weight, int32_t row) {
   const int64_t num_tiles = (weight.k + weight.scale_cols - 1) / weight.scale_cols;
   return reinterpret_cast<const float*>(weight.scales) + row / weight.scale_rows * num_tiles;
 }
+
+namespace {
+
+// Rows of int4, whose scales are converted piece by piece.
+template <class Value>
+void dequantize_int4_row(const WeightMatrix& weight, int32_t row, Value* to, const char* prefetch) {
+  constexpr int32_t kPiece = 256;
+  const auto num_scales = static_cast<int32_t>(weight.num_scale_cols());
+  const auto* const from = reinterpret_cast<const uint8_t*>(weight.data) + row * weight.row_bytes();
+  alignas(64) float scales[kPiece];
+  for (int32_t tile = 0; tile < num_scales; tile += kPiece) {
+    const int32_t count = std::min(kPiece, num_scales - tile);
+    const int64_t first = int64_t{row} * num_scales + tile;
+    int4_scales(weight, first, count, scales);
+    const int64_t begin = int64_t{tile} * weight.scale_cols;
+    dequantize_row<Value>(weight.format,
+                          {.from = from + begin / 2,
+                           .scales = reinterpret_cast<const std::byte*>(scales),
+                           .zeros = weight.zeros == nullptr ? nullptr : weight.zeros + first,
+                           .k = count * weight.scale_cols,
+                           .scale_cols = weight.scale_cols,
+                           .to = to + begin,
+                           .is_scaled = true,
+                           .prefetch = prefetch == nullptr ? nullptr : prefetch + begin / 2});
+  }
+}
+
+}  // namespace
 
 template <class Value>
 void dequantize_rows(const WeightMatrix& weight, int32_t row, int32_t num_rows, Value* to,
@@ -177,17 +302,23 @@ void dequantize_rows(const WeightMatrix& weight, int32_t row, int32_t num_rows, 
   const bool is_fp8 = weight.format == WeightFormat::kFp8;
   const int64_t row_bytes = weight.row_bytes();
   for (int32_t i = row; i < row + num_rows; ++i) {
+    Value* const its_to = to + int64_t{i - row} * weight.k;
+    const char* const its_prefetch =
+        prefetch == nullptr ? nullptr
+                            : reinterpret_cast<const char*>(prefetch) + (i - row) * row_bytes;
+    if (weight.format == WeightFormat::kInt4) {
+      dequantize_int4_row(weight, i, its_to, its_prefetch);
+      continue;
+    }
     dequantize_row<Value>(
         weight.format, {.from = reinterpret_cast<const uint8_t*>(weight.data) + i * row_bytes,
                         .scales = is_fp8 ? reinterpret_cast<const std::byte*>(fp8_scales(weight, i))
                                          : weight.scales + i * int64_t{weight.k / kMxfp4Columns},
                         .k = weight.k,
                         .scale_cols = weight.scale_cols,
-                        .to = to + int64_t{i - row} * weight.k,
+                        .to = its_to,
                         .is_scaled = has_exact_values(weight),
-                        .prefetch = prefetch == nullptr ? nullptr
-                                                        : reinterpret_cast<const char*>(prefetch) +
-                                                              (i - row) * row_bytes});
+                        .prefetch = its_prefetch});
   }
 }
 

@@ -17,6 +17,7 @@ namespace paceline {
 
 // Writes rows [row, row + num_rows) to `to`, whose elements are float (weight.dtype kFloat32) or
 // the bits of a bfloat16 (kBFloat16): elements times their scales, or just elements, as above.
+// Columns stay in the order of the matrix.
 // prefetch: null, or memory that is fetched meanwhile, as many bytes as the rows have.
 template <class Value>
 void dequantize_rows(const WeightMatrix& weight, int32_t row, int32_t num_rows, Value* to,
@@ -25,6 +26,9 @@ extern template void dequantize_rows(const WeightMatrix&, int32_t, int32_t, floa
                                      const std::byte*);
 extern template void dequantize_rows(const WeightMatrix&, int32_t, int32_t, uint16_t*,
                                      const std::byte*);
+
+// Writes `count` scales of a kInt4 matrix as floats, from its scale `first` on.
+void int4_scales(const WeightMatrix& weight, int64_t first, int32_t count, float* to);
 
 // The scales of a row of a kFp8 matrix, one for each scale_cols columns.
 [[nodiscard]] const float* fp8_scales(const WeightMatrix& weight, int32_t row);

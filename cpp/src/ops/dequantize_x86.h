@@ -92,6 +92,105 @@ inline constexpr Mxfp4Table kMxfp4Table = [] {
   }
 }
 
+// code - zero for every zero point and code.
+using Int4Differences = std::array<std::array<float, 16>, 16>;
+alignas(64) inline constexpr Int4Differences kInt4Differences = [] {
+  Int4Differences table = {};
+  for (int zero = 0; zero < 16; ++zero) {
+    for (int code = 0; code < 16; ++code) {
+      table[static_cast<size_t>(zero)][static_cast<size_t>(code)] = static_cast<float>(code - zero);
+    }
+  }
+  return table;
+}();
+
+// The sixteen values of a tile of int4, which has one scale and one zero point, twice.
+[[PACELINE_AVX512_TARGET, gnu::always_inline]] inline __m512i int4_table_avx512(float scale,
+                                                                                int zero) {
+  const auto* const differences = kInt4Differences[static_cast<size_t>(zero)].data();
+  const __m512i values =
+      _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(differences), _mm512_set1_ps(scale)));
+  // To nearest, ties to even.
+  const __m512i odd =
+      _mm512_and_si512(_mm512_maskz_srli_epi32(0xffff, values, 16), _mm512_set1_epi32(1));
+  const __m512i rounded =
+      _mm512_add_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(0x7fff)), odd);
+  return _mm512_maskz_broadcast_i64x4(
+      0xff, _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_srli_epi32(0xffff, rounded, 16)));
+}
+
+// The thirty-two values of a block, as in mxfp4_row_avx512.
+[[PACELINE_AVX512_TARGET, gnu::always_inline]] inline __m512i int4_values_avx512(
+    const uint8_t* from, __m512i table) {
+  const __m512i bytes =
+      _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m512i index = _mm512_or_si512(bytes, _mm512_maskz_slli_epi32(0xffff, bytes, 12));
+  return _mm512_maskz_permutexvar_epi16(kAllLanes, index, table);
+}
+
+// A row of int4: num_tiles tiles of `blocks` blocks of kInt4Columns columns. zeros: null, or those
+// of the tiles. The values of a tile are computed once and then looked up.
+[[PACELINE_AVX512_TARGET, gnu::noinline]] inline void int4_row_avx512(
+    const uint8_t* from, const float* scales, const uint8_t* zeros, uint16_t* to, int32_t num_tiles,
+    int32_t blocks, const char* prefetch) {
+  int32_t at = 0;
+  for (int32_t tile = 0; tile < num_tiles; ++tile) {
+    const __m512i table =
+        int4_table_avx512(scales[tile], zeros == nullptr ? kInt4Zero : zeros[tile]);
+    for (const int32_t end = at + blocks; at < end; ++at) {
+      if (at % 4 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + at * 16, 0, 2);
+      _mm512_storeu_si512(to + int64_t{at} * kInt4Columns,
+                          int4_values_avx512(from + int64_t{at} * 16, table));
+    }
+  }
+}
+
+[[gnu::target("avx2"), gnu::noinline]] inline void int4_row_avx2(const uint8_t* from,
+                                                                 const float* scales,
+                                                                 const uint8_t* zeros, uint16_t* to,
+                                                                 int32_t num_tiles, int32_t blocks,
+                                                                 const char* prefetch) {
+  const auto upper_halves = [](const float* differences,
+                               float scale) __attribute__((target("avx2"))) {
+    const __m256i values =
+        _mm256_castps_si256(_mm256_mul_ps(_mm256_load_ps(differences), _mm256_set1_ps(scale)));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(values, 16), _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_add_epi32(_mm256_add_epi32(values, _mm256_set1_epi32(0x7fff)), odd);
+    return _mm256_srli_epi32(rounded, 16);
+  };
+  const __m128i low_four = _mm_set1_epi8(0xf);
+  int32_t at = 0;
+  for (int32_t tile = 0; tile < num_tiles; ++tile) {
+    const size_t zero = zeros == nullptr ? kInt4Zero : zeros[tile];
+    const float* const differences = kInt4Differences[zero].data();
+    const __m256i table =
+        _mm256_permute4x64_epi64(_mm256_packus_epi32(upper_halves(differences, scales[tile]),
+                                                     upper_halves(differences + 8, scales[tile])),
+                                 0xd8);
+    // The low and the high bytes of the values, as in mxfp4_row_avx2.
+    const __m256i low_bytes = _mm256_and_si256(table, _mm256_set1_epi16(0xff));
+    const __m256i bytes_of_table =
+        _mm256_permute4x64_epi64(_mm256_packus_epi16(low_bytes, _mm256_srli_epi16(table, 8)), 0xd8);
+    const __m128i lows = _mm256_castsi256_si128(bytes_of_table);
+    const __m128i highs = _mm256_extracti128_si256(bytes_of_table, 1);
+    for (const int32_t end = at + blocks; at < end; ++at) {
+      if (at % 4 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + at * 16, 0, 2);
+      const __m128i bytes =
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + int64_t{at} * 16));
+      const __m128i even = _mm_and_si128(bytes, low_four);
+      const __m128i odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_four);
+      auto* out = reinterpret_cast<__m128i*>(to + int64_t{at} * kInt4Columns);
+      for (const __m128i index : {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)}) {
+        const __m128i low = _mm_shuffle_epi8(lows, index);
+        const __m128i high = _mm_shuffle_epi8(highs, index);
+        _mm_storeu_si128(out++, _mm_unpacklo_epi8(low, high));
+        _mm_storeu_si128(out++, _mm_unpackhi_epi8(low, high));
+      }
+    }
+  }
+}
+
 // The exponents of scales whose products with every element of e4m3 but zero and NaN are normal
 // bfloat16, as the functions below need it.
 inline constexpr int kMinFp8Exponent = -117;

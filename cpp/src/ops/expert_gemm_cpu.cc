@@ -23,7 +23,7 @@ constexpr int64_t kRowsPerRead = 6;
   GemmColumns product = {.num_rows = p.expert_begin[expert + 1] - begin,
                          .x = static_cast<const float*>(p.x),
                          .x_stride = p.x_stride,
-                         .weight = p.weight.first,
+                         .weight = p.weight.of(expert),
                          .y = static_cast<float*>(p.y) + begin * p.y_stride,
                          .y_stride = p.y_stride};
   if (p.x_rows != nullptr) {
@@ -31,8 +31,6 @@ constexpr int64_t kRowsPerRead = 6;
   } else {
     product.x += begin * p.x_stride;
   }
-  product.weight.data += expert * p.weight.data_stride;
-  if (product.weight.scales != nullptr) product.weight.scales += expert * p.weight.scales_stride;
   if (p.bias != nullptr) product.bias = p.bias + int64_t{expert} * p.weight.first.n;
   return product;
 }

@@ -21,6 +21,7 @@
 #include "ops/dequantize.h"
 #include "ops/gemm_dot_tile.h"
 #include "ops/gemm_tile.h"
+#include "ops/int4_dot_tile.h"
 
 namespace paceline {
 namespace {
@@ -30,6 +31,7 @@ constexpr int64_t kBlockBytes = kPlainScratchBytes;  // of x in a block; half of
 
 // The scratch memory of a thread: converted rows of x, then dequantised rows of W.
 constexpr int64_t kWeightScratchBytes = ThreadPool::kScratchBytes - kBlockBytes;
+static_assert(kBlockBytes >= int64_t{kMaxScaledColumns} * sizeof(float));
 static_assert(kWeightScratchBytes >= int64_t{kMaxScaledColumns} * sizeof(float));
 
 template <class X>
@@ -40,6 +42,11 @@ struct BlockOfRows {
 
 [[nodiscard]] const float* row_of(const GemmColumns& p, int32_t row) {
   return p.x + int64_t{p.x_rows == nullptr ? row : p.x_rows[row]} * p.x_stride;
+}
+
+// Copies a row of x in the order of the columns of W.
+void gather_row(const float* x, const int32_t* order, int32_t k, float* to) {
+  for (int32_t i = 0; i < k; ++i) to[i] = x[order[i]];
 }
 
 // Rows of a block: whole tiles of kMaxRows that fit kBlockBytes, or 0 where not even one does.
@@ -57,17 +64,26 @@ struct WideningTiles {
 
   [[nodiscard]] static int32_t block_rows(const GemmColumns& p) {
     const int32_t fitting = fitting_rows(int64_t{p.weight.k} * 4, kMaxRows);
-    // Rows that do not fit the scratch memory are read where they are, one by one.
-    return p.x_rows == nullptr ? std::max(fitting, kMaxRows) : std::max(fitting, 1);
+    // Rows that do not fit the scratch memory are read where they are, one by one. Those of a W
+    // with an order have a copy, and one of them always fits.
+    const bool is_in_place = p.x_rows == nullptr && p.weight.order == nullptr;
+    return is_in_place ? std::max(fitting, kMaxRows) : std::max(fitting, 1);
   }
   [[nodiscard]] static BlockOfRows<X> rows(const GemmColumns& p, int32_t first, int32_t count,
                                            std::byte* scratch) {
-    if (p.x_rows == nullptr || count == 1) return {row_of(p, first), p.x_stride};
+    const int32_t k = p.weight.k;
     auto* const gathered = reinterpret_cast<float*>(scratch);
-    for (int32_t i = 0; i < count; ++i) {
-      std::copy_n(row_of(p, first + i), p.weight.k, gathered + int64_t{i} * p.weight.k);
+    if (p.weight.order != nullptr) {
+      for (int32_t i = 0; i < count; ++i) {
+        gather_row(row_of(p, first + i), p.weight.order, k, gathered + int64_t{i} * k);
+      }
+      return {gathered, k};
     }
-    return {gathered, p.weight.k};
+    if (p.x_rows == nullptr || count == 1) return {row_of(p, first), p.x_stride};
+    for (int32_t i = 0; i < count; ++i) {
+      std::copy_n(row_of(p, first + i), k, gathered + int64_t{i} * k);
+    }
+    return {gathered, k};
   }
   template <int kRows, int kCols>
   static void run(const TileArgs<X, W>& args) {
@@ -99,8 +115,15 @@ struct DotTiles {
                                            std::byte* scratch) {
     auto* const packed = reinterpret_cast<uint16_t*>(scratch);
     const int32_t padded_k = padded(p.weight.k);
+    // Where rows of W will be: they are dequantised later.
+    auto* const gathered = reinterpret_cast<float*>(scratch + kBlockBytes);
     for (int32_t i = 0; i < count; ++i) {
-      pack_row(row_of(p, first + i), p.weight.k, padded_k, packed + int64_t{i} * padded_k);
+      const float* row = row_of(p, first + i);
+      if (p.weight.order != nullptr) {
+        gather_row(row, p.weight.order, p.weight.k, gathered);
+        row = gathered;
+      }
+      pack_row(row, p.weight.k, padded_k, packed + int64_t{i} * padded_k);
     }
     return {packed, padded_k};
   }
@@ -188,6 +211,85 @@ void run_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* sc
   }
 }
 
+#if defined(__x86_64__)
+// An int4 matrix and at most one tile of rows.
+struct Int4Tiles {
+  static constexpr int32_t kMaxRows = DotTiles::kMaxRows;
+  static constexpr int32_t kMaxCols = DotTiles::kMaxCols;
+
+  [[nodiscard]] static bool can_run(const GemmColumns& p) {
+    return p.weight.format == WeightFormat::kInt4 && p.num_rows <= kMaxRows &&
+           DotTiles::can_run(p.weight);
+  }
+  template <int kCols>
+  static void run(int32_t rows, const Int4DotArgs& args) {
+    switch (rows) {
+      case 1:
+        return int4_dot_tile<1, kCols>(args);
+      case 2:
+        return int4_dot_tile<2, kCols>(args);
+      case 3:
+        return int4_dot_tile<3, kCols>(args);
+      case 4:
+        return int4_dot_tile<4, kCols>(args);
+      case 5:
+        return int4_dot_tile<5, kCols>(args);
+      case 6:
+        return int4_dot_tile<6, kCols>(args);
+    }
+  }
+};
+
+void prefetch_bytes(const void* from, int64_t count) {
+  const char* const bytes = static_cast<const char*>(from);
+  for (int64_t i = 0; i < count; i += kPrefetchLine) __builtin_prefetch(bytes + i, 0, 2);
+}
+
+void run_int4_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* scratch) {
+  constexpr int32_t kMaxCols = Int4Tiles::kMaxCols;
+  const WeightMatrix& weight = p.weight;
+  const BlockOfRows<uint16_t> x = DotTiles::rows(p, 0, p.num_rows, scratch);
+  auto* const scales = reinterpret_cast<float*>(scratch + kBlockBytes);
+  const int64_t row_bytes = weight.row_bytes();
+  const auto num_groups = static_cast<int32_t>(weight.num_scale_cols());
+  auto* const no_zeros = reinterpret_cast<uint8_t*>(scales + int64_t{kMaxCols} * num_groups);
+  if (weight.zeros == nullptr) std::fill_n(no_zeros, kMaxCols * num_groups, uint8_t{kInt4Zero});
+  const auto ahead =
+      static_cast<int32_t>((kPrefetchBytes + row_bytes * kMaxCols - 1) / (row_bytes * kMaxCols)) *
+      kMaxCols;
+  for (int32_t column = begin; column < end;) {
+    const bool is_wide = column + kMaxCols <= end;
+    const int32_t num_columns = is_wide ? kMaxCols : 1;
+    const int64_t first = int64_t{column} * num_groups;
+    int4_scales(weight, first, num_columns * num_groups, scales);
+    if (column + ahead + kMaxCols <= end) {
+      const int64_t next = first + int64_t{ahead} * num_groups;
+      prefetch_bytes(weight.scales + next * 2, int64_t{kMaxCols} * num_groups * 2);
+      if (weight.zeros != nullptr) prefetch_bytes(weight.zeros + next, kMaxCols * num_groups);
+    }
+    const std::byte* const codes = weight.data + column * row_bytes;
+    const bool has_next = column + ahead + kMaxCols <= end;
+    const Int4DotArgs args = {
+        {.x = x.x,
+         .x_stride = x.stride,
+         .weight = nullptr,
+         .k = weight.k,
+         .bias = p.bias == nullptr ? nullptr : p.bias + column,
+         .y = p.y + column,
+         .y_stride = p.y_stride,
+         .prefetch = reinterpret_cast<const char*>(has_next ? codes + ahead * row_bytes : codes),
+         .scales = nullptr,
+         .scale_cols = weight.scale_cols},
+        reinterpret_cast<const uint8_t*>(codes),
+        scales,
+        weight.zeros == nullptr ? no_zeros : weight.zeros + first,
+        num_groups};
+    is_wide ? Int4Tiles::run<kMaxCols>(p.num_rows, args) : Int4Tiles::run<1>(p.num_rows, args);
+    column += num_columns;
+  }
+}
+#endif
+
 using RunColumns = void (*)(const GemmColumns&, int32_t, int32_t, std::byte*);
 
 template <class Weight>
@@ -218,6 +320,7 @@ void gemm_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* s
   PACELINE_CHECK(weight.format == WeightFormat::kPlain || weight.k <= kMaxScaledColumns,
                  "k = ", weight.k);
 #if defined(__x86_64__)
+  if (Int4Tiles::can_run(p)) return run_int4_columns(p, begin, end, scratch);
   if (DotTiles::can_run(weight)) return run_columns<DotTiles>(p, begin, end, scratch);
 #endif
   const RunColumns run =

@@ -21,6 +21,10 @@ enum class WeightFormat : uint8_t {
   // OCP MXFP4: e2m1, two elements a byte, the lower column in the low four bits. A scale is a byte,
   // 2^(byte - 127), for 32 columns of a row; value = element * scale.
   kMxfp4,
+  // Integers of four bits, two codes a byte, the lower column in the low four bits. A scale is two
+  // bytes, float16 or bfloat16, for scale_cols columns of a row, and so is a zero point, one byte;
+  // value = bfloat16((code - zero) * scale), rounded once.
+  kInt4,
 };
 
 // The order of the elements in memory.
@@ -33,6 +37,8 @@ enum class WeightLayout : uint8_t {
 };
 
 inline constexpr int32_t kMxfp4Columns = 32;           // that share a scale
+inline constexpr int32_t kInt4Columns = 32;            // divide those that share a scale
+inline constexpr int32_t kInt4Zero = 8;                // of a matrix without zero points
 inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scales
 
 // Bytes of a tile of elements, and of a tile of the scales of kMxfp4.
@@ -47,21 +53,30 @@ inline constexpr int32_t kPackedScaleBytes = packed_tile(PackedKind::kMxfp4Scale
 // unscaled elements, and a scale multiplies their float32 sum:
 //   scale_cols >= k:  y = scale * sum over k + bias
 //   scale_cols < k:   y = fma(scale_b, sum over the columns of tile b, ...) from b = 0 up, + bias
+// The values of kInt4 are bfloat16 numbers with either dtype, so its products are plain ones.
 // On the CPU, whose sums have sixteen lanes, that is how each lane is computed. On CUDA rows of
 // data take a multiple of 16 bytes, scale_cols is k or 128, and in bfloat16 a NaN of e4m3 counts as
 // 480.
 struct WeightMatrix {
   const std::byte* data = nullptr;  // 64 B aligned; row-major, a row takes row_bytes()
   // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32], or
-  // packed; else null.
+  // packed; kInt4: scale_dtype [n, k / scale_cols]; else null.
   const std::byte* scales = nullptr;
+  const uint8_t* zeros = nullptr;  // kInt4: [n, k / scale_cols], 0 to 15; null: all are kInt4Zero
+  // kInt4: [k] the input that each column multiplies, a permutation; null: column i multiplies
+  // input i. Products sum over the columns in their order in memory.
+  const int32_t* order = nullptr;
   int32_t n = 0;
-  int32_t k = 0;                  // kMxfp4: a multiple of 32
+  int32_t k = 0;                  // kMxfp4, kInt4: a multiple of 32
   DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
   WeightFormat format = WeightFormat::kPlain;
   WeightLayout layout = WeightLayout::kRowMajor;  // kPacked: not of kPlain
   int32_t scale_rows = 0;                         // kFp8: a power of two
-  int32_t scale_cols = 0;  // kFp8: k (one scale a row), or a multiple of 32 below it
+  int32_t scale_cols = 0;  // kFp8: k (one scale a row), or a multiple of 32 below it; kInt4: as
+                           // kFp8, a divisor of k
+  DType scale_dtype = DType::kBFloat16;  // kInt4: kFloat16 or kBFloat16
+  bool has_zeros = false;                // kInt4
+  bool has_order = false;                // kInt4
   // kFp8: every scale is a power of two, and every element times its scale is a bfloat16.
   bool has_exact_scales = false;
 
@@ -88,6 +103,7 @@ struct WeightMatrix {
       case WeightFormat::kFp8:
         return k;
       case WeightFormat::kMxfp4:
+      case WeightFormat::kInt4:
         return k / 2;
     }
     return 0;
@@ -96,7 +112,7 @@ struct WeightMatrix {
   // Scales along n and along k; 0 without scales.
   [[nodiscard]] constexpr int64_t num_scale_rows() const {
     if (format == WeightFormat::kPlain) return 0;
-    return format == WeightFormat::kMxfp4 ? n : (n + scale_rows - 1) / scale_rows;
+    return format == WeightFormat::kFp8 ? (n + scale_rows - 1) / scale_rows : n;
   }
   [[nodiscard]] constexpr int64_t num_scale_cols() const {
     if (format == WeightFormat::kPlain) return 0;
@@ -109,10 +125,16 @@ struct WeightMatrix {
   // Bytes of all scales, padding included.
   [[nodiscard]] constexpr int64_t scales_bytes() const {
     if (has_packed_scales()) return packed_tiles() * kPackedScaleBytes;
-    const int64_t bytes = format == WeightFormat::kFp8 ? 4 : 1;
+    const int64_t bytes = format == WeightFormat::kFp8 ? 4 : format == WeightFormat::kInt4 ? 2 : 1;
     return num_scale_rows() * num_scale_cols() * bytes;
   }
-  [[nodiscard]] constexpr int64_t bytes() const { return data_bytes() + scales_bytes(); }
+  [[nodiscard]] constexpr int64_t zeros_bytes() const {
+    return has_zeros ? num_scale_rows() * num_scale_cols() : 0;
+  }
+  [[nodiscard]] constexpr int64_t order_bytes() const { return has_order ? int64_t{4} * k : 0; }
+  [[nodiscard]] constexpr int64_t bytes() const {
+    return data_bytes() + scales_bytes() + zeros_bytes() + order_bytes();
+  }
 };
 
 [[nodiscard]] constexpr WeightMatrix plain_matrix(const void* data, int32_t n, int32_t k,
@@ -122,9 +144,10 @@ struct WeightMatrix {
 
 // The layout of weights in the memory of a device.
 [[nodiscard]] constexpr WeightLayout layout_on(Device device, WeightFormat format, DType dtype) {
-  const bool is_packed = device == Device::kCuda && dtype == DType::kBFloat16;
-  return is_packed && format != WeightFormat::kPlain ? WeightLayout::kPacked
-                                                     : WeightLayout::kRowMajor;
+  const bool has_tiles = format == WeightFormat::kFp8 || format == WeightFormat::kMxfp4;
+  return has_tiles && device == Device::kCuda && dtype == DType::kBFloat16
+             ? WeightLayout::kPacked
+             : WeightLayout::kRowMajor;
 }
 
 // The same matrix of every expert of a mixture, one after the other.
@@ -133,6 +156,16 @@ struct ExpertMatrices {
   int32_t num_experts = 0;
   int64_t data_stride = 0;    // bytes from one expert's data to the next; a multiple of 64
   int64_t scales_stride = 0;  // bytes from one expert's scales to the next
+
+  // The matrix of an expert.
+  [[nodiscard]] WeightMatrix of(int64_t expert) const {
+    WeightMatrix matrix = first;
+    matrix.data += expert * data_stride;
+    if (matrix.scales != nullptr) matrix.scales += expert * scales_stride;
+    if (matrix.zeros != nullptr) matrix.zeros += expert * matrix.zeros_bytes();
+    if (matrix.order != nullptr) matrix.order += expert * matrix.k;
+    return matrix;
+  }
 };
 
 }  // namespace paceline

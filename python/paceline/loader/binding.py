@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from paceline._core import ModelFileError
 
 from .family import LM_HEADS, Family, TensorSpec
 from .formats import FP8_DTYPE, PLAIN_DTYPES
+from .int4 import Sibling, StoredTensor
 from .messages import name_some, quote
 from .tensor_source import TensorSource, Weights
 
 if TYPE_CHECKING:
     from paceline import _core
+
+    from .int4 import Elements
 
 _EXPERT: Final = re.compile(r"(\.experts\.)\d+\.\w+\.weight$")
 # The cure, in messages, for a drafter that was given as the target.
@@ -33,6 +36,7 @@ class BoundTensor:
         source: Its full name there.
         dtype: The stored dtype, as safetensors spells it.
         nbytes: The size as stored, in bytes; with a part, that of the part.
+        siblings: Of an int4 matrix: further tensors of it, by `Sibling.source`.
     """
 
     spec: TensorSpec
@@ -40,15 +44,34 @@ class BoundTensor:
     source: str
     dtype: str
     nbytes: int
+    siblings: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> Iterator[str]:
+        """Every name in the checkpoint that it is made of."""
+        yield self.source
+        yield from (stored.name for stored in self.siblings.values())
+
+    def int4_array(self) -> Elements | None:
+        """The elements of a tensor of an int4 matrix, see `Int4Tensor.array`; None: of another."""
+        if self.spec.int4 is None:
+            return None
+        return self.spec.int4.array(StoredTensor(self.shard, self.source), self.siblings)
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes of the tensor; see `TensorSource.chunks`."""
+        array = self.int4_array()
+        if array is not None:
+            return iter((array.tobytes(),))
         chunks = self.shard.chunks(self.source)
         part = self.spec.part
         return chunks if part is None else part.cut(chunks, self.shard.info(self.source)[2])
 
     def put(self, builder: _core.ModelBuilder) -> None:
         """Fills its weight of a model; see `TensorSource.put`."""
+        array = self.int4_array()
+        if array is not None:
+            return builder.put_array(self.spec.name, array)
         part = self.spec.part
         if part is None:
             self.shard.put(builder, self.spec.name, self.source)
@@ -87,23 +110,63 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
         if shard is None:
             missing.append(source)
             continue
-        dtype, shape, nbytes = shard.info(source)
+        dtype, _, nbytes = shard.info(source)
         if dtype not in spec.dtypes:
             raise _wrong_dtype(f"{shard.path}: tensor {quote(source)}", dtype, spec, config_source)
         allowed = spec.stored_shapes or (spec.shape,)
-        if tuple(shape) not in allowed:
-            raise ModelFileError(
-                f"{shard.path}: tensor {quote(source)} has shape {list(shape)}; expected "
-                f"{' or '.join(str(list(one)) for one in allowed)} ({spec.shape_keys} of "
-                f"{config_source})"
-            )
+        _check_shape(shard, source, allowed, spec.shape_keys, config_source)
         if spec.part is not None:
             nbytes = nbytes // spec.part.stored_rows * spec.part.rows
-        bound.append(BoundTensor(spec, shard, source, dtype, nbytes))
+        siblings: dict[str, StoredTensor] = {}
+        if spec.int4 is not None:
+            siblings = _siblings(spec.int4.siblings, prefix, weights, config_source, missing)
+            dtype = spec.int4.dtype(dtype)
+        bound.append(BoundTensor(spec, shard, source, dtype, nbytes, siblings))
     if missing:
         _raise_missing(missing, family, weights)
     _check_unexpected(family, prefix, bound, weights, config_source)
     return tuple(bound)
+
+
+def _check_shape(
+    shard: TensorSource,
+    source: str,
+    allowed: Sequence[tuple[int, ...]],
+    shape_keys: str,
+    config_source: str,
+) -> None:
+    shape = tuple(shard.info(source)[1])
+    if shape not in allowed:
+        raise ModelFileError(
+            f"{shard.path}: tensor {quote(source)} has shape {list(shape)}; expected "
+            f"{' or '.join(str(list(one)) for one in allowed)} ({shape_keys} of {config_source})"
+        )
+
+
+def _siblings(
+    siblings: Iterable[Sibling],
+    prefix: str,
+    weights: Weights,
+    config_source: str,
+    missing: list[str],
+) -> dict[str, StoredTensor]:
+    """Finds the further tensors of an int4 matrix; adds those that are missing to a list."""
+    found: dict[str, StoredTensor] = {}
+    for sibling in siblings:
+        source = prefix + sibling.source
+        shard = weights.owners.get(source)
+        if shard is None:
+            if sibling.is_required and source not in missing:
+                missing.append(source)
+            continue
+        dtype = shard.info(source)[0]
+        if dtype not in sibling.dtypes:
+            raise _wrong_format_dtype(
+                f"{shard.path}: tensor {quote(source)}", dtype, sibling.dtypes, config_source
+            )
+        _check_shape(shard, source, (sibling.shape,), sibling.shape_keys, config_source)
+        found[sibling.source] = StoredTensor(shard, source)
+    return found
 
 
 def same_bytes(shard: TensorSource, name: str, other: TensorSource, other_name: str) -> bool:
@@ -138,16 +201,22 @@ def value_error(error: ValueError, tensors: Iterable[BoundTensor]) -> ValueError
 
 def _wrong_dtype(tensor: str, dtype: str, spec: TensorSpec, config_source: str) -> Exception:
     if spec.dtypes != PLAIN_DTYPES:
-        return ModelFileError(
-            f"{tensor} is stored as {dtype}; expected {' or '.join(spec.dtypes)}, because key "
-            f'"quantization_config" of {config_source} gives its matrix scales'
-        )
+        return _wrong_format_dtype(tensor, dtype, spec.dtypes, config_source)
     hint = ""
     if dtype == FP8_DTYPE:
         hint = f' ({dtype} only where "quantization_config" of {config_source} gives it scales)'
     return NotImplementedError(
         f"{tensor} is stored as {dtype}, which Paceline does not support; supported: "
         f"{', '.join(PLAIN_DTYPES)}{hint}"
+    )
+
+
+def _wrong_format_dtype(
+    tensor: str, dtype: str, allowed: Sequence[str], config_source: str
+) -> ModelFileError:
+    return ModelFileError(
+        f"{tensor} is stored as {dtype}; expected {' or '.join(allowed)}, because key "
+        f'"quantization_config" of {config_source} gives its matrix scales'
     )
 
 
@@ -164,6 +233,13 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
         hint = '; for its "_blocks" the configuration needs a "quantization_config" (mxfp4)'
     elif missing[0].removesuffix("_blocks") in weights.owners:
         hint = '; without "_blocks" the configuration may have no "quantization_config"'
+    elif (plain := f"{missing[0].rpartition('.')[0]}.weight") in weights.owners and missing[
+        0
+    ].endswith((".qweight", ".weight_packed")):
+        hint = (
+            f"; {quote(plain)} is there, a matrix without scales, which the lists of the key "
+            '"quantization_config" have to leave out'
+        )
     elif (joined := _EXPERT.sub(r"\1gate_up_proj", missing[0])) in weights.owners:
         hint = (
             f"; its experts are joined in {quote(joined)}, but experts with scales have tensors of "
@@ -185,7 +261,7 @@ def _check_unexpected(
     weights: Weights,
     config_source: str,
 ) -> None:
-    used = {tensor.source: tensor for tensor in bound}
+    used = {name: tensor for tensor in bound for name in tensor.sources}
     unexpected: list[str] = []
     for name, shard in weights.owners.items():
         if name in used or name.endswith("rotary_emb.inv_freq"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -262,7 +262,7 @@ def widened(tensor: BoundTensor) -> npt.NDArray[np.float32]:
     return values.astype(np.float32).reshape(tensor.spec.shape)
 
 
-def _choose_dtype(dtype: str, tensors: Iterable[BoundTensor]) -> tuple[str, list[str]]:
+def _choose_dtype(dtype: str, tensors: Sequence[BoundTensor]) -> tuple[str, list[str]]:
     """The weight dtype, and notes about the choice; matrices with scales do not count."""
     matrices = [
         tensor for tensor in tensors if tensor.spec.is_matrix and tensor.dtype in PLAIN_DTYPES
@@ -278,7 +278,9 @@ def _choose_dtype(dtype: str, tensors: Iterable[BoundTensor]) -> tuple[str, list
     if dtype == "float32" or stored == {"BF16"}:
         return dtype, []
     narrow = next((tensor for tensor in matrices if tensor.dtype == "F16"), None)
-    if narrow is not None:
+    # The values of int4 are bfloat16 numbers already, whatever the other matrices are.
+    has_int4 = any(tensor.spec.int4 is not None for tensor in tensors)
+    if narrow is not None and not has_int4:
         # The library refuses it: rounding one 16-bit format to the other loses bits and saves no
         # memory.
         raise ValueError(

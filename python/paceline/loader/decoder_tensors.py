@@ -17,6 +17,7 @@ from .formats import (
     LayerFormats,
     MatrixFormat,
 )
+from .int4_tensors import int4_specs, order_specs
 
 # Tensors of a layer: canonical name, name in the checkpoint.
 LINEARS: Final = (
@@ -28,6 +29,13 @@ LINEARS: Final = (
     ("mlp.up", "mlp.up_proj"),
     ("mlp.down", "mlp.down_proj"),
 )
+# Those that are one matrix in memory, by its canonical name.
+_JOINED: Final = {
+    "attn.qkv": ("attn.q", "attn.k", "attn.v"),
+    "attn.o": ("attn.o",),
+    "mlp.gate_up": ("mlp.gate", "mlp.up"),
+    "mlp.down": ("mlp.down",),
+}
 QK_NORMS: Final = (
     ("attn.q_norm.weight", "self_attn.q_norm.weight"),
     ("attn.k_norm.weight", "self_attn.k_norm.weight"),
@@ -166,6 +174,13 @@ def layer_tensors(
         )
         if has_bias:
             specs.append(tensor_spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
+    sources = dict(LINEARS)
+    for joined, names in _JOINED.items():
+        present = [name for name in names if name not in absent]
+        if present:
+            modules = [f"{theirs}{sources[name]}" for name in present]
+            format = layer.formats.of(present[0])
+            specs += order_specs(f"{ours}{joined}", modules, linears[present[0]][1], format)
     return specs
 
 
@@ -184,6 +199,8 @@ def matrix_specs(
     """The matrix of a Linear, and its scales."""
     if format is None:
         return [tensor_spec(f"{name}.weight", f"{source}.weight", rows, columns)]
+    if format.name == "int4":
+        return int4_specs(name, source, rows, columns, format)
     scales = format.scale_dims(rows, columns)
     return [
         tensor_spec(f"{name}.weight", f"{source}.weight", rows, columns, dtypes=(FP8_DTYPE,)),
@@ -208,6 +225,10 @@ def mlp_tensors(
         format = formats.of(f"mlp.{name}")
         source = f"{theirs}{name}_proj"
         yield from matrix_specs(f"{ours}{name}{suffix}", source, rows, columns, format)
+    for joined, names, columns in (("gate_up", ("gate", "up"), hidden), ("down", ("down",), width)):
+        modules = [f"{theirs}{name}_proj" for name in names]
+        format = formats.of(f"mlp.{names[0]}")
+        yield from order_specs(f"{ours}{joined}{suffix}", modules, columns, format)
 
 
 def expert_tensors(

@@ -3,69 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from .decoder import round_to_bfloat16
 from .formats import PLAIN_DTYPES
+from .int4 import Int4Tensor
+from .row_part import RowPart
 
 # Names that the lm_head of a target may have.
 LM_HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
-
-
-@dataclass(frozen=True)
-class RowPart:
-    """Some rows of a tensor: the same ones of each of several equal groups of its rows.
-
-    Attributes:
-        groups: How many groups there are.
-        each: The rows of a group.
-        first: The first row of each group that belongs to the part.
-        count: How many rows of each group do.
-    """
-
-    groups: int
-    each: int
-    first: int
-    count: int
-
-    @property
-    def rows(self) -> int:
-        """The rows of the part."""
-        return self.groups * self.count
-
-    @property
-    def stored_rows(self) -> int:
-        """The rows of the tensor."""
-        return self.groups * self.each
-
-    def over(self, size: int) -> RowPart:
-        """The same of a tensor that has one row for each `size` rows of this one's.
-
-        With several groups, `size` divides all numbers of the part; else where the part begins.
-        """
-        return RowPart(
-            self.groups, -(-self.each // size), self.first // size, -(-self.count // size)
-        )
-
-    def cut(self, chunks: Iterable[bytes], nbytes: int) -> Iterator[bytes]:
-        """The bytes of the part.
-
-        Args:
-            chunks: The bytes of the tensor, piece by piece.
-            nbytes: How many there are.
-        """
-        row = nbytes // self.stored_rows
-        group, low, high = self.each * row, self.first * row, (self.first + self.count) * row
-        at = 0
-        for chunk in chunks:
-            end = at + len(chunk)
-            for begin in range(at // group * group, end, group):
-                first, last = max(at, begin + low), min(end, begin + high)
-                if first < last:
-                    yield chunk[first - at : last - at]
-            at = end
 
 
 @dataclass(frozen=True)
@@ -81,6 +29,7 @@ class TensorSpec:
         dtypes: The dtypes that it may be stored in.
         part: The rows of the stored tensor that it consists of; None: all of it.
         stored_shapes: The shapes that the stored tensor may have; empty: `shape`.
+        int4: How it is made of the tensors of an int4 matrix; None: it is stored as it is.
     """
 
     name: str
@@ -90,6 +39,7 @@ class TensorSpec:
     dtypes: tuple[str, ...] = PLAIN_DTYPES
     part: RowPart | None = None
     stored_shapes: tuple[tuple[int, ...], ...] = ()
+    int4: Int4Tensor | None = None
 
     @property
     def is_matrix(self) -> bool:

@@ -27,22 +27,39 @@ class MatrixFormat:
     """The format of a matrix with scales.
 
     Attributes:
-        name: "fp8" or "mxfp4".
+        name: "fp8", "mxfp4" or "int4".
         scales: "fp8" only: what has a scale of its own: "tensor", "row" or "block".
         suffix: "fp8" only: the name of the scales in the checkpoint, beside "weight".
         is_exact: "fp8" only: every scale is a power of two.
+        layout: "int4" only: how checkpoints store it; see `int4.py`.
+        group: "int4" only: the columns that share a scale; 0: those of a row.
+        has_zeros: "int4" only: groups have zero points.
+        has_order: "int4" only: the columns of a group are not adjacent inputs.
+        key: "int4" only: the file and the key of the configuration that says so.
     """
 
     name: str
     scales: str = ""
     suffix: str = ""
     is_exact: bool = False
+    layout: str = ""
+    group: int = 0
+    has_zeros: bool = False
+    has_order: bool = False
+    key: str = ""
 
     @property
     def entry(self) -> dict[str, Any]:
         """The format in a canonical description."""
         if self.name == "mxfp4":
             return {"format": "mxfp4"}
+        if self.name == "int4":
+            return {
+                "format": "int4",
+                "group": self.group or "row",
+                **({"has_zeros": True} if self.has_zeros else {}),
+                **({"has_order": True} if self.has_order else {}),
+            }
         scales = [FP8_BLOCK, FP8_BLOCK] if self.scales == "block" else self.scales
         return {
             "format": "fp8",

@@ -18,11 +18,14 @@ from .decoder import Layer
 from .family import TensorSpec
 from .formats import FP8_BLOCK, FP8_DTYPE, LayerFormats, MatrixFormat
 from .hf_config import HfConfig
+from .int4 import AWQ, GPTQ, GPTQ_V2, GROUP_STEP, PACKED
 from .messages import quote, show
 from .section import Section
 
 KEY: Final = "quantization_config"
 DENSE_METHODS: Final = ("fp8", "compressed-tensors")
+# With int4, which is that of "compressed-tensors", too.
+INT4_METHODS: Final = (*DENSE_METHODS, "gptq", "awq")
 
 # Bounds on the time of matching: patterns come with the checkpoint, and matching tries every
 # alternative before it fails.
@@ -31,6 +34,11 @@ _MAX_PATTERN_CHARS: Final = 200
 _MAX_REPEATS: Final = 2
 _MAX_GROUPS: Final = 2
 _MAX_CHOICES: Final = 8
+
+# Those of "compressed-tensors".
+_FP8_FORMATS: Final = ("float-quantized", "naive-quantized")
+# What stands before a regular expression, by the key that has it.
+_MARKS: Final = {"ignore": "re:", "dynamic": "-:"}
 
 # Linears that are joined in memory, by the name of their format.
 _JOINED: Final = {
@@ -53,6 +61,7 @@ class Quantization:
         has_parts: As transformers reads "modules_to_not_convert".
         wildcards: Such paths with "*" for a part.
         patterns: Regular expressions of paths.
+        are_substrings: Names may be anywhere in a path, as AWQ reads "modules_to_not_convert".
     """
 
     section: Section
@@ -62,6 +71,7 @@ class Quantization:
     has_parts: bool = False
     wildcards: tuple[tuple[str, ...], ...] = ()
     patterns: tuple[re.Pattern[str], ...] = ()
+    are_substrings: bool = False
 
     def excludes(self, module: str, prefixes: Sequence[str]) -> bool:
         """Returns whether a module has no scales.
@@ -125,6 +135,8 @@ class Quantization:
     def _excludes(self, path: str) -> bool:
         if path in self.names or any(pattern.match(path) for pattern in self.patterns):
             return True
+        if self.are_substrings:
+            return any(name in path for name in self.names)
         if not self.has_parts:
             return False
         parts = path.split(".")
@@ -144,7 +156,8 @@ def read_quantization(hf: HfConfig, methods: Sequence[str]) -> Quantization | No
 
     Args:
         hf: The configuration.
-        methods: The methods that the family has; "fp8", "compressed-tensors", "mxfp4".
+        methods: The methods that the family has; "fp8", "compressed-tensors", "mxfp4", "gptq",
+            "awq".
 
     Returns:
         What it says; None without the key.
@@ -166,6 +179,14 @@ def read_quantization(hf: HfConfig, methods: Sequence[str]) -> Quantization | No
         return _read_fp8(section)
     if method == "mxfp4":
         return _with_paths(section, MatrixFormat("mxfp4"), "modules_to_not_convert")
+    if method == "gptq":
+        return _read_gptq(section)
+    if method == "awq":
+        return _read_awq(section)
+    formats = (*_FP8_FORMATS, *([PACKED] if "gptq" in methods else []))
+    _check(section, "format", *formats)
+    if section.text("format") == PACKED:
+        return _read_packed(section)
     return _read_compressed_tensors(section)
 
 
@@ -183,8 +204,39 @@ def _read_fp8(section: Section) -> Quantization:
 
 
 def _read_compressed_tensors(section: Section) -> Quantization:
-    formats = ("float-quantized", "naive-quantized")
-    _check(section, "format", *formats)
+    weights = _weights_of_group(section, _FP8_FORMATS)
+    _check(weights, "num_bits", 8)
+    _check(weights, "type", "float")
+    _check(weights, "symmetric", True, default=True)
+    _check(weights, "strategy", "tensor", "channel")
+    scales = {"tensor": "tensor", "channel": "row"}[weights.text("strategy")]
+    return _with_ignored(section, MatrixFormat("fp8", scales, "weight_scale"))
+
+
+def _read_packed(section: Section) -> Quantization:
+    weights = _weights_of_group(section, (PACKED,))
+    _check(weights, "num_bits", 4)
+    _check(weights, "type", "int")
+    _check(weights, "strategy", "group", "channel")
+    has_groups = weights.text("strategy") == "group"
+    # With the first four, which concern the quantiser only, columns stay in the order of inputs.
+    _check(weights, "actorder", None, False, "weight", "static", "group", "dynamic", True)
+    has_order = weights.values.get("actorder") in ("group", "dynamic", True)
+    return _with_ignored(
+        section,
+        MatrixFormat(
+            "int4",
+            layout=PACKED,
+            group=_group_size(weights, "group_size") if has_groups else 0,
+            has_zeros=not weights.boolean("symmetric", True),
+            has_order=has_groups and has_order,
+            key=_place(weights, "group_size" if has_groups else "strategy"),
+        ),
+    )
+
+
+def _weights_of_group(section: Section, formats: Sequence[str]) -> Section:
+    """What "compressed-tensors" says of the weights of its only group of modules."""
     _check(section, "kv_cache_scheme", None)
     _check(section, "transform_config", None, {})
     sparsity = section.section("sparsity_config")
@@ -205,20 +257,84 @@ def _read_compressed_tensors(section: Section) -> Quantization:
     weights = group.section("weights")
     if weights is None:
         raise group.error("weights", "an object with num_bits, type and strategy")
-    _check(weights, "num_bits", 8)
-    _check(weights, "type", "float")
-    _check(weights, "symmetric", True, default=True)
     _check(weights, "dynamic", False, default=False)
-    _check(weights, "strategy", "tensor", "channel")
-    scales = {"tensor": "tensor", "channel": "row"}[weights.text("strategy")]
+    return weights
+
+
+def _with_ignored(section: Section, format: MatrixFormat) -> Quantization:
     names = section.strings("ignore") or []
     return Quantization(
         section,
-        MatrixFormat("fp8", scales, "weight_scale"),
+        format,
         "ignore",
         frozenset(name for name in names if not name.startswith("re:")),
-        patterns=_patterns(section, [name[3:] for name in names if name.startswith("re:")]),
+        patterns=_patterns(
+            section, "ignore", [name[3:] for name in names if name.startswith("re:")]
+        ),
     )
+
+
+def _read_gptq(section: Section) -> Quantization:
+    _check(section, "bits", 4)
+    _check(section, "checkpoint_format", GPTQ, GPTQ_V2, default=GPTQ)
+    _check(section, "pack_dtype", "int32", default="int32")
+    _check(section, "lm_head", False, default=False)
+    _check(section, "modules_in_block_to_quantize", None)
+    dynamic = section.section("dynamic")
+    rules = [] if dynamic is None else list(dynamic.values)
+    if not all(rule.startswith("-:") for rule in rules):
+        raise section.refusal("dynamic", 'only keys that begin with "-:"')
+    group = _group_size(section, "group_size", may_be_row=True)
+    return Quantization(
+        section,
+        MatrixFormat(
+            "int4",
+            layout=section.text("checkpoint_format", GPTQ),
+            group=group,
+            has_zeros=not section.boolean("sym", True),
+            has_order=section.boolean("desc_act", False) and group > 0,
+            key=_place(section, "group_size"),
+        ),
+        "dynamic",
+        frozenset(),
+        patterns=_patterns(section, "dynamic", [rule[2:] for rule in rules]),
+    )
+
+
+def _read_awq(section: Section) -> Quantization:
+    bits = "w_bit" if section.has("w_bit") and not section.has("bits") else "bits"
+    size = "group_size"
+    if section.has("q_group_size") and not section.has("group_size"):
+        size = "q_group_size"
+    _check(section, bits, 4)
+    _check(section, "version", "gemm", "GEMM", default="gemm")
+    _check(section, "zero_point", True, default=True)
+    key = "modules_to_not_convert"
+    format = MatrixFormat(
+        "int4",
+        layout=AWQ,
+        group=_group_size(section, size, may_be_row=True),
+        has_zeros=True,
+        key=_place(section, size),
+    )
+    names = frozenset(section.strings(key) or [])
+    return Quantization(section, format, key, names, are_substrings=True)
+
+
+def _group_size(section: Section, key: str, *, may_be_row: bool = False) -> int:
+    """The columns of a group; 0: those of a row, which the files call -1."""
+    size = section.integer(key, low=-1)
+    if size == -1 and may_be_row:
+        return 0
+    if size < 1 or size % GROUP_STEP != 0:
+        row = ", or -1" if may_be_row else ""
+        raise section.refusal(key, f"a multiple of {GROUP_STEP}{row}")
+    return size
+
+
+def _place(section: Section, key: str) -> str:
+    """A key and its file, for messages."""
+    return f'{section.source}: key "{section.name(key)}"'
 
 
 def _check(section: Section, key: str, *allowed: object, default: object = None) -> None:
@@ -258,15 +374,15 @@ def _is_fast(pattern: str) -> bool:
     )
 
 
-def _patterns(section: Section, patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+def _patterns(section: Section, key: str, patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
     """Compiles regular expressions that a hostile file cannot make slow."""
     if len(patterns) > _MAX_PATTERNS:
-        raise section.refusal("ignore", f"at most {_MAX_PATTERNS} regular expressions")
+        raise section.refusal(key, f"at most {_MAX_PATTERNS} regular expressions")
     compiled: list[re.Pattern[str]] = []
     for pattern in patterns:
         if not _is_fast(pattern):
             raise NotImplementedError(
-                f'{section.source}: key "{section.name("ignore")}" has the regular expression '
+                f'{section.source}: key "{section.name(key)}" has the regular expression '
                 f"{quote(pattern)}, which Paceline does not support; supported: up to "
                 f"{_MAX_PATTERN_CHARS} characters with at most {_MAX_REPEATS} repetitions (*, +, "
                 f"?, {{}}) but no repeated group, {_MAX_GROUPS} groups and {_MAX_CHOICES} |"
@@ -275,8 +391,8 @@ def _patterns(section: Section, patterns: Sequence[str]) -> tuple[re.Pattern[str
             compiled.append(re.compile(pattern))
         except (re.error, OverflowError) as error:
             raise ModelFileError(
-                f'{section.source}: key "{section.name("ignore")}" has {quote(pattern)} after '
-                f'"re:"; expected a regular expression ({error!s:.80})'
+                f'{section.source}: key "{section.name(key)}" has {quote(pattern)} after '
+                f'"{_MARKS[key]}"; expected a regular expression ({error!s:.80})'
             ) from None
     return tuple(compiled)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .decoder import Sizes
 from .decoder_tensors import PRE_NORMS, QK_NORMS, matrix_specs, tensor_spec
-from .family import RowPart, TensorSpec
+from .family import TensorSpec
 from .formats import (
     FP8_BLOCK,
     FP8_DTYPE,
@@ -20,6 +20,7 @@ from .formats import (
 )
 from .layer_types import FULL
 from .qwen3_5_formats import Formats
+from .row_part import RowPart
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from paceline import _core
 from paceline._core import ModelFileError
 from paceline.checks import shorten
 
-from .family import RowPart
 from .messages import quote
+from .row_part import RowPart
 from .section import Section
 from .tensor_source import TensorSource
 from .tokenizer import TokenizerInfo

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from paceline import _core
 
-    from .family import RowPart
+    from .row_part import RowPart
 
 
 class TensorSource(Protocol):

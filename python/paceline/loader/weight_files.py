@@ -16,9 +16,9 @@ from typing import Final
 from paceline import _core
 from paceline._core import ModelFileError, ModelNotFoundError
 
-from .family import RowPart
 from .files import exists, open_regular
 from .messages import name_some, quote, shorten, show
+from .row_part import RowPart
 from .section import read_json_object
 from .tensor_source import TensorSource
 

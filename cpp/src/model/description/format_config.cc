@@ -3,6 +3,7 @@
 // The formats of matrices in a decoder description.
 
 #include <array>
+#include <limits>
 #include <optional>
 
 #include "model/description/config_reading.h"
@@ -21,6 +22,18 @@ namespace {
     return Fp8Scales::kBlock;
   }
   json.refuse(concat("'tensor', 'row', [", kFp8Block, ", ", kFp8Block, "]"));
+}
+
+// The columns that share a scale of int4; 0: those of a row.
+[[nodiscard]] int32_t read_group(const Json& json, const Width& width) {
+  if (json.kind() == JsonKind::kString && json.as_string() == "row") return 0;
+  const bool is_number = json.kind() == JsonKind::kNumber;
+  const int64_t group = is_number ? json.as_int(1, std::numeric_limits<int32_t>::max()) : 0;
+  if (group == 0 || group % kInt4Columns != 0 || width.columns % group != 0) {
+    json.refuse(concat("'row', a multiple of ", kInt4Columns, " that divides ", width.name, " (",
+                       width.columns, ")"));
+  }
+  return static_cast<int32_t>(group);
 }
 
 }  // namespace
@@ -42,8 +55,15 @@ MatrixFormat read_format(const Json& object, std::string_view key, const Width& 
     json->check_keys(kKeys, kOptional);
     format.scales = read_scales(json->at("scales"));
     format.has_exact_scales = read_switch(*json, "exact_scales");
+  } else if (name.as_string() == "int4") {
+    format.format = WeightFormat::kInt4;
+    constexpr std::array<std::string_view, 2> kKeys = {"format", "group"};
+    constexpr std::array<std::string_view, 2> kOptional = {"has_zeros", "has_order"};
+    json->check_keys(kKeys, kOptional);
+    format.has_zeros = read_switch(*json, "has_zeros");
+    format.has_order = read_switch(*json, "has_order");
   } else {
-    name.refuse(is_of_experts ? "'mxfp4'" : "'mxfp4', 'fp8'");
+    name.refuse(is_of_experts ? "'mxfp4', 'int4'" : "'mxfp4', 'fp8', 'int4'");
   }
   if (width.columns % kMxfp4Columns != 0) {
     name.refuse(concat("a format only where ", width.name, " is a multiple of ", kMxfp4Columns,
@@ -53,6 +73,7 @@ MatrixFormat read_format(const Json& object, std::string_view key, const Width& 
     name.refuse(concat("a format only where ", width.name, " is at most ", kMaxScaledColumns,
                        "; it is ", width.columns));
   }
+  if (format.format == WeightFormat::kInt4) format.group = read_group(json->at("group"), width);
   return format;
 }
 

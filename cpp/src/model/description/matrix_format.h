@@ -30,6 +30,9 @@ struct MatrixFormat {
   WeightFormat format = WeightFormat::kPlain;
   Fp8Scales scales = Fp8Scales::kTensor;  // kFp8
   bool has_exact_scales = false;          // kFp8: every scale must be a power of two
+  int32_t group = 0;       // kInt4: the columns that share a scale; 0: those of a row
+  bool has_zeros = false;  // kInt4: each group has a zero point
+  bool has_order = false;  // kInt4: the columns are not in the order of the inputs
 
   friend bool operator==(const MatrixFormat&, const MatrixFormat&) = default;
 };

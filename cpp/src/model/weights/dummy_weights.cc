@@ -82,6 +82,22 @@ constexpr uint8_t kMxfp4Scale = 127 - 6;    // 2^-6: the elements are up to 6 * 
   return bytes;
 }
 
+// The scale and the zero point of dummy int4 weights, in which the codes are up to 8 * 2^-7 =
+// 0.0625.
+constexpr float kInt4Scale = 0x1p-7f;
+
+[[nodiscard]] std::vector<uint8_t> int4_quantiles(const std::vector<float>& quantiles) {
+  std::vector<uint8_t> bytes(quantiles.size());
+  const auto code = [&](size_t slice) {
+    const float steps = std::nearbyint(quantiles[slice * 256 + 128] / kInt4Scale);
+    return static_cast<uint8_t>(std::clamp(static_cast<int>(steps) + kInt4Zero, 0, 15));
+  };
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = static_cast<uint8_t>(code(i % 256) | code(i / 256) << 4);
+  }
+  return bytes;
+}
+
 // Elements are a function of (seed, salt, index) alone, so any split over threads gives the same.
 template <class Value>
 void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed, uint32_t salt,
@@ -164,6 +180,7 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
   // Tables of bytes, made for the first weight that needs one.
   std::vector<uint8_t> fp8_bytes;
   std::vector<uint8_t> mxfp4_bytes;
+  std::vector<uint8_t> int4_bytes;
   const DeviceBuffer& arena = model.weights.arena;
   const auto fill_matrix = [&](NamedWeight& named, uint32_t salt, std::byte* out) {
     const auto draw_from = [&](const auto& table) {
@@ -175,6 +192,9 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
       case WeightKind::kNumbers:
       case WeightKind::kTransposed:
         return named.dtype == DType::kBFloat16 ? draw_from(bf16_quantiles) : draw_from(quantiles);
+      case WeightKind::kInt4Codes:
+        if (int4_bytes.empty()) int4_bytes = int4_quantiles(quantiles);
+        return draw_from(int4_bytes);
       case WeightKind::kCodes:
         if (named.dtype == DType::kUInt8) {
           if (mxfp4_bytes.empty()) mxfp4_bytes = mxfp4_quantiles(quantiles);
@@ -188,6 +208,14 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
         named.has_exact_scales = named.needs_exact_scales;
         return fill(named.needs_exact_scales ? kExactFp8Scale : kFp8Scale, named.arena_elements(),
                     out, arena.memory());
+      case WeightKind::kInt4Scales:
+        named.scale_dtype = DType::kBFloat16;
+        return fill(float_to_bf16(kInt4Scale), named.elements(), out, arena.memory());
+      case WeightKind::kInt4Zeros:
+        return fill(static_cast<uint8_t>(kInt4Zero), named.elements(), out, arena.memory());
+      case WeightKind::kInt4Order:
+        return fill_ids(named, out, arena.memory(),
+                        [&](int64_t index) { return index % named.dims().back(); });
     }
   };
   for (size_t i = 0; i < named_weights.size(); ++i) {

@@ -120,18 +120,30 @@ constexpr std::string_view kTokenMap = "draft_to_target";
          shape.back() == dims[rank - 1] * dims[rank];
 }
 
+// Whether CheckedValues has what is written of a tensor, byte for byte.
+[[nodiscard]] bool has_int4_bytes(const NamedWeight& named) {
+  return named.kind == WeightKind::kInt4Scales || named.kind == WeightKind::kInt4Zeros ||
+         named.kind == WeightKind::kInt4Order;
+}
+
 // The dtypes that a tensor may be stored in.
 [[nodiscard]] std::span<const DType> stored_dtypes(const NamedWeight& named) {
   static constexpr std::array kNumbers = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
   static constexpr std::array kIntegers = {DType::kInt32, DType::kInt64};
+  static constexpr std::array kHalves = {DType::kBFloat16, DType::kFloat16};
   static constexpr std::array kScales = {DType::kFloat32, DType::kBFloat16, DType::kUInt8};
   switch (named.kind) {
     case WeightKind::kNumbers:
     case WeightKind::kTransposed:
       return kNumbers;
     case WeightKind::kIds:
+    case WeightKind::kInt4Order:
       return kIntegers;
+    case WeightKind::kInt4Scales:
+      return kHalves;
     case WeightKind::kCodes:
+    case WeightKind::kInt4Codes:
+    case WeightKind::kInt4Zeros:
     case WeightKind::kMxfp4Scales:
       return {&named.dtype, 1};
     case WeightKind::kFp8Scales:
@@ -149,12 +161,21 @@ void check_device(const DecoderConfig& config, Device device) {
                    config.layers[layer].attention);
     if (!why.empty()) throw Unsupported(concat("layer ", layer, " of ", config.name, " has ", why));
   }
+  DecoderWeights weights;
+  size_weights(config, weights);
+  for_each_linear(config, weights, [&](const auto&, const LinearShape& shape) {
+    if (shape.format.format != WeightFormat::kInt4) return;
+    throw Unsupported(concat("device is 'cuda', but ", shape.name, " of ", config.name,
+                             " has int4 weights, which no GPU kernel reads yet; allowed: "
+                             "device='cpu', or the bfloat16 weights of the model"));
+  });
 }
 
 // What a tensor holds besides numbers that are copied as they are, converted and checked.
 struct CheckedValues {
-  std::vector<int32_t> ids;   // kIds
-  std::vector<float> scales;  // kFp8Scales, as they lie in the arena
+  std::vector<int32_t> ids;      // kIds
+  std::vector<float> scales;     // kFp8Scales, as they lie in the arena
+  std::vector<std::byte> bytes;  // the same, where has_int4_bytes
 };
 
 }  // namespace
@@ -247,7 +268,8 @@ struct ModelBuilder::Impl {
       for (const DType one : allowed) list += concat(list.empty() ? "" : ", ", dtype_name(one));
       throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ", list));
     }
-    if (dtype == DType::kFloat16 && named.dtype == DType::kBFloat16) {
+    if (dtype == DType::kFloat16 && named.dtype == DType::kBFloat16 &&
+        named.kind != WeightKind::kInt4Scales) {
       throw InvalidArgument(concat(quoted(name),
                                    " is float16 and the weight dtype bfloat16, which "
                                    "would lose 3 bits of each value; use weight dtype float32, or "
@@ -260,12 +282,17 @@ struct ModelBuilder::Impl {
   [[nodiscard]] CheckedValues checked_values(NamedWeight& named, const SourceTensor& source,
                                              DType dtype, Device device) const {
     CheckedValues values;  // ids are one matrix
-    if (named.kind != WeightKind::kIds && named.kind != WeightKind::kMxfp4Scales &&
+    const bool is_int4 = has_int4_bytes(named);
+    if (!is_int4 && named.kind != WeightKind::kIds && named.kind != WeightKind::kMxfp4Scales &&
         named.kind != WeightKind::kFp8Scales && !named.needs_finite) {
       return values;
     }
     if (named.kind == WeightKind::kFp8Scales) {
       values.scales.resize(static_cast<size_t>(named.arena_elements()));
+    }
+    if (is_int4) {
+      values.bytes.resize(static_cast<size_t>(named.elements() * dtype_bytes(named.dtype)));
+      if (named.kind == WeightKind::kInt4Scales) named.scale_dtype = dtype;
     }
     for (int64_t i = 0; i < source.num_matrices; ++i) {
       std::vector<std::byte> bytes;
@@ -275,6 +302,8 @@ struct ModelBuilder::Impl {
       if (device != Device::kCpu) matrix = download_matrix(matrix, dtype, bytes);
       if (named.kind == WeightKind::kIds) {
         values.ids = read_ids(named, matrix, dtype, model->config.vocab_size);
+      } else if (is_int4) {
+        read_int4_bytes(named, first, matrix, dtype, values.bytes);
       } else if (named.kind == WeightKind::kMxfp4Scales) {
         check_mxfp4_scales(named, first, matrix);
       } else if (named.needs_finite) {
@@ -299,6 +328,8 @@ struct ModelBuilder::Impl {
       upload(values.ids);
     } else if (named.kind == WeightKind::kFp8Scales) {
       upload(values.scales);
+    } else if (has_int4_bytes(named)) {
+      upload(values.bytes);
     } else if (device == Device::kCpu) {
       copy_weight(ctx, source, dtype, named, arena);
     } else {
@@ -310,7 +341,7 @@ struct ModelBuilder::Impl {
   void read(NamedWeight& named, DType dtype, const ReadBytes& read_bytes) {
     const DeviceBuffer& arena = model->weights.arena;
     if (named.kind == WeightKind::kIds || named.kind == WeightKind::kFp8Scales ||
-        named.needs_finite) {
+        has_int4_bytes(named) || named.needs_finite) {
       std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
       read_bytes(0, bytes);
       const SourceTensor source = source_tensor(named, named.dims(), /*strides=*/{}, bytes.data());
@@ -341,6 +372,37 @@ struct ModelBuilder::Impl {
     // The scales of experts count as inexact.
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};
     for_each_linear(model->config, model->weights, Overloaded{visit, skip});
+  }
+
+  // Calls f(matrix, dtype of its scales) for every int4 matrix. Throws InvalidArgument where parts
+  // or experts of a matrix have scales of two dtypes.
+  template <class Function>
+  void for_each_int4_matrix(const Function& f) {
+    const auto visit = [&](WeightMatrix& matrix, const LinearShape& shape) {
+      if (matrix.format != WeightFormat::kInt4) return;
+      const NamedWeight* first = nullptr;
+      const auto check = [&](const std::string& name) {
+        const NamedWeight& named = named_weights[by_name.at(name + ".scales")];
+        if (first == nullptr) first = &named;
+        if (named.scale_dtype == first->scale_dtype) return;
+        throw InvalidArgument(concat(quoted(named.name), " is ", dtype_name(*named.scale_dtype),
+                                     ", but ", quoted(first->name), " of the same matrix is ",
+                                     dtype_name(*first->scale_dtype),
+                                     "; allowed: one dtype for both"));
+      };
+      for (const WeightPart& part : shape.parts) {
+        if (!shape.is_per_expert) check(part.name);
+        for (int32_t e = 0; shape.is_per_expert && e < shape.num_experts(); ++e) {
+          check(concat(part.name, ".", e));
+        }
+      }
+      f(matrix, *first);
+    };
+    for_each_linear(
+        model->config, model->weights,
+        Overloaded{
+            [&](Linear& one, const LinearShape& shape) { visit(one.weight, shape); },
+            [&](ExpertLinears& all, const LinearShape& shape) { visit(all.weight.first, shape); }});
   }
 
   ThreadPool threads{build_info().num_cores};
@@ -413,6 +475,9 @@ std::shared_ptr<const Model> ModelBuilder::finish() {
     impl.for_each_fp8_matrix([](WeightMatrix& matrix, const std::string&, bool is_exact) {
       matrix.has_exact_scales = is_exact;
     });
+    impl.for_each_int4_matrix([](WeightMatrix& matrix, const NamedWeight& scales) {
+      matrix.scale_dtype = *scales.scale_dtype;
+    });
     impl.model->weights.arena.memory().finish();
     if (!impl.is_filled(kTokenMap)) impl.model->weights.head.draft_to_target = nullptr;
     std::shared_ptr<const Model> model = std::move(impl.model);
@@ -463,6 +528,13 @@ void update_models(std::span<const ModelUpdate> updates) {
                                          is_exact ? "with others" : "with such",
                                          "; allowed: an update of the same form"));
           });
+      impl.for_each_int4_matrix([](WeightMatrix& matrix, const NamedWeight& scales) {
+        if (matrix.scale_dtype == *scales.scale_dtype) return;
+        throw InvalidArgument(concat(quoted(scales.name), " is ", dtype_name(*scales.scale_dtype),
+                                     ", but the model was loaded with ",
+                                     dtype_name(matrix.scale_dtype),
+                                     "; allowed: an update of the same form"));
+      });
     }
     // After the first write nothing fails for want of memory.
     for (const Write& write : writes) {

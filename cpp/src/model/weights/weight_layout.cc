@@ -59,6 +59,12 @@ namespace {
     matrix.scale_rows = is_block ? block_scale_rows(shape.parts) : 1;
     matrix.scale_cols = is_block ? std::min(kFp8Block, matrix.k) : matrix.k;
   }
+  if (matrix.format == WeightFormat::kInt4) {
+    matrix.scale_rows = 1;
+    matrix.scale_cols = shape.format.group == 0 ? matrix.k : shape.format.group;
+    matrix.has_zeros = shape.format.has_zeros;
+    matrix.has_order = shape.format.has_order;
+  }
   return matrix;
 }
 
@@ -118,6 +124,16 @@ void Carver::linear(Linear& linear, const LinearShape& shape) {
     });
     close(weight.has_packed_scales(), weight.scales_bytes());
   }
+  if (weight.has_zeros) {
+    const std::byte* const zeros = is_in_room ? open_at(room.zeros) : open();
+    weight.zeros = reinterpret_cast<const uint8_t*>(zeros);
+    for (const WeightPart& part : shape.parts) add_int4(part, weight, WeightKind::kInt4Zeros);
+  }
+  if (weight.has_order) {
+    const std::byte* const order = is_in_room ? open_at(room.order) : open();
+    weight.order = reinterpret_cast<const int32_t*>(order);
+    add_order(shape.name, shape.cols, /*num_experts=*/0);
+  }
   if (is_in_room) bytes_ = end;
 }
 
@@ -155,6 +171,26 @@ void Carver::experts(ExpertLinears& experts, const LinearShape& shape) {
     });
     close(first.has_packed_scales() || shape.has_room, num_matrices * all.scales_stride);
   }
+  if (first.has_zeros) {
+    first.zeros = reinterpret_cast<const uint8_t*>(open());
+    room.zeros = region_ + all.num_experts * first.zeros_bytes();
+    for_tensors(first.zeros_bytes(), [&](const WeightPart& part, const Place&) {
+      add_int4(part, first, WeightKind::kInt4Zeros);
+    });
+    close(shape.has_room, num_matrices * first.zeros_bytes());
+  }
+  if (first.has_order) {
+    first.order = reinterpret_cast<const int32_t*>(open());
+    room.order = region_ + all.num_experts * first.order_bytes();
+    if (shape.is_per_expert) {
+      for (int32_t expert = 0; expert < all.num_experts; ++expert) {
+        add_order(concat(shape.name, ".", expert), shape.cols, /*num_experts=*/0);
+      }
+    } else {
+      add_order(shape.name, shape.cols, all.num_experts);
+    }
+    close(shape.has_room, num_matrices * first.order_bytes());
+  }
   if (shape.has_room) rooms_[shape.name] = room;
 }
 
@@ -182,6 +218,12 @@ void Carver::add_elements(const WeightPart& part, const LinearShape& shape,
       add_dim(shape.cols / kMxfp4Columns);
       add_dim(kMxfp4Columns / 2);
       break;
+    case WeightFormat::kInt4:
+      named.dtype = DType::kUInt8;
+      named.kind = WeightKind::kInt4Codes;
+      add_dim(part.rows);
+      add_dim(shape.cols / 2);
+      break;
   }
   if (matrix.is_packed()) {
     named.packed = {
@@ -196,6 +238,9 @@ void Carver::add_elements(const WeightPart& part, const LinearShape& shape,
 
 void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
                         const MatrixFormat& format, const Place& place) {
+  if (matrix.format == WeightFormat::kInt4) {
+    return add_int4(part, matrix, WeightKind::kInt4Scales);
+  }
   NamedWeight named = {.name = part.name + ".scales"};
   const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
   if (part.num_experts > 0) add_dim(part.num_experts);
@@ -231,6 +276,25 @@ void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
       named.repeats = kFp8Block / matrix.scale_rows;
       break;
   }
+  add(std::move(named));
+}
+
+void Carver::add_int4(const WeightPart& part, const WeightMatrix& matrix, WeightKind kind) {
+  const bool is_zeros = kind == WeightKind::kInt4Zeros;
+  NamedWeight named = {.name = part.name + (is_zeros ? ".zeros" : ".scales"),
+                       .dtype = is_zeros ? DType::kUInt8 : DType::kBFloat16,
+                       .kind = kind};
+  if (part.num_experts > 0) named.shape[named.rank++] = part.num_experts;
+  named.shape[named.rank++] = part.rows;
+  named.shape[named.rank++] = matrix.num_scale_cols();
+  add(std::move(named));
+}
+
+void Carver::add_order(const std::string& name, int64_t cols, int32_t num_experts) {
+  NamedWeight named = {
+      .name = name + ".order", .dtype = DType::kInt32, .kind = WeightKind::kInt4Order};
+  if (num_experts > 0) named.shape[named.rank++] = num_experts;
+  named.shape[named.rank++] = cols;
   add(std::move(named));
 }
 

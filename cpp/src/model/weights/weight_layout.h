@@ -33,11 +33,15 @@ enum class WeightKind : uint8_t {
   kNumbers,      // row-major, converted to `dtype`
   kIds,          // of tokens or experts
   kTransposed,   // numbers, [experts, cols, rows] in the tensor and [experts, rows, cols] here
-  kCodes,        // elements of a scaled format, byte for byte
+  kCodes,        // elements of fp8 or mxfp4, byte for byte
   kMxfp4Scales,  // byte for byte; 255 means NaN
   // Numbers, [rows, cols]: the first rows of scales in the tensor come `repeats` times each, until
   // there are `arena_rows`.
   kFp8Scales,
+  kInt4Codes,   // byte for byte
+  kInt4Scales,  // as they are stored: float16 or bfloat16
+  kInt4Zeros,   // byte for byte; 0 to 15
+  kInt4Order,   // the inputs of the columns of a matrix
 };
 
 // One tensor of the canonical names, and its location in the arena.
@@ -59,6 +63,8 @@ struct NamedWeight {
   bool has_exact_scales = false;    // kFp8Scales, once filled (are_exact_scales)
   bool needs_exact_scales = false;  // kFp8Scales
   bool needs_finite = false;        // kNumbers: WeightPart::needs_finite
+  // kInt4Scales: in the arena, known once they are filled.
+  std::optional<DType> scale_dtype = {};
 
   [[nodiscard]] int64_t elements() const {
     int64_t count = 1;
@@ -118,6 +124,10 @@ class Carver final {
                     const Place& place);
   void add_scales(const WeightPart& part, const WeightMatrix& matrix, const MatrixFormat& format,
                   const Place& place);
+  // The scales of a part of an int4 matrix, or its zero points.
+  void add_int4(const WeightPart& part, const WeightMatrix& matrix, WeightKind kind);
+  // The order of the columns of an int4 matrix, or of those of num_experts matrices.
+  void add_order(const std::string& name, int64_t cols, int32_t num_experts);
 
   DType dtype_;
   Device device_;
@@ -128,6 +138,8 @@ class Carver final {
   struct Room {
     int64_t data = 0;
     int64_t scales = 0;
+    int64_t zeros = 0;
+    int64_t order = 0;
   };
   std::map<std::string, Room> rooms_;
   std::vector<NamedWeight> named_weights_;

@@ -117,6 +117,53 @@ void read_fp8_scales(const NamedWeight& named, int64_t first, const SourceMatrix
   });
 }
 
+void read_int4_bytes(const NamedWeight& named, int64_t first, const SourceMatrix& source,
+                     DType dtype, std::span<std::byte> bytes) {
+  const auto refuse = [&](int64_t index, auto value, const std::string& allowed) {
+    throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ", value,
+                                 "; allowed: ", allowed));
+  };
+  const int64_t cols = named.dims().back();
+  std::vector<int64_t> last_of(named.kind == WeightKind::kInt4Order ? cols : 0, -1);
+  const int64_t size = dtype_bytes(dtype);
+  for (int64_t i = 0; i < source.rows * source.cols; ++i) {
+    const int64_t offset =
+        i / source.cols * source.row_stride + i % source.cols * source.col_stride;
+    const int64_t index = first + i;
+    const std::byte* const from = source.data + offset * size;
+    std::byte* const to = bytes.data() + index * dtype_bytes(named.dtype);
+    if (named.kind == WeightKind::kInt4Scales) {
+      uint16_t bits = 0;
+      std::memcpy(&bits, from, sizeof(bits));
+      const float scale = dtype == DType::kFloat16 ? fp16_to_float(bits) : bf16_to_float(bits);
+      // A subnormal scale would make values that processors take for zero.
+      if (!std::isnormal(scale) && scale != 0) {
+        refuse(index, scale, "finite scales, of at least 2^-126 or 0");
+      }
+      std::memcpy(to, &bits, sizeof(bits));
+    } else if (named.kind == WeightKind::kInt4Zeros) {
+      const auto zero = static_cast<uint8_t>(*from);
+      if (zero > 15) refuse(index, int{zero}, "0 to 15");
+      *to = *from;
+    } else {
+      int64_t input = 0;
+      if (dtype == DType::kInt64) {
+        std::memcpy(&input, from, sizeof(input));
+      } else {
+        int32_t narrow = 0;
+        std::memcpy(&narrow, from, sizeof(narrow));
+        input = narrow;
+      }
+      if (input < 0 || input >= cols) refuse(index, input, concat("0 to ", cols - 1, " (inputs)"));
+      int64_t& last = last_of[static_cast<size_t>(input)];
+      if (last >= index / cols * cols) refuse(index, input, "each input once");
+      last = index;
+      const auto narrow = static_cast<int32_t>(input);
+      std::memcpy(to, &narrow, sizeof(narrow));
+    }
+  }
+}
+
 bool are_exact_scales(std::span<const float> scales) {
   // The smallest element is 2^-9 and the largest 448, below 2^9.
   constexpr int kMinExponent = -126 + 9;

@@ -31,6 +31,12 @@ void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMat
 void read_fp8_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source,
                      DType dtype, std::span<float> scales);
 
+// Writes the scales, zero points or orders of int4 (WeightKind) to where they lie in the arena,
+// from `first` on. Refuses scales that are NaN or infinite, zero points above 15, and orders that
+// are no permutation of the columns.
+void read_int4_bytes(const NamedWeight& named, int64_t first, const SourceMatrix& source,
+                     DType dtype, std::span<std::byte> bytes);
+
 // Whether every scale is a power of two whose product with any element but zero is a normal
 // bfloat16.
 [[nodiscard]] bool are_exact_scales(std::span<const float> scales);
