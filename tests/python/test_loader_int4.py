@@ -54,23 +54,6 @@ def test_the_packers_of_the_tests_follow_the_published_words() -> None:
     assert int(stored["m.qzeros"]) % 2**32 == 0x88885032
 
 
-@pytest.mark.parametrize("method", ["w4a16", "w4a16_asym", "w4a16_row", "w4a16_row_asym"])
-def test_the_official_library_unpacks_the_same_values(method: str) -> None:
-    """Where it is installed: its own unpacking and its dequantisation."""
-    pytest.importorskip("compressed_tensors")
-    import torch
-    from compressed_tensors.compressors import pack_quantized
-    from compressed_tensors.quantization import QuantizationScheme
-
-    stored = load_tensors(make(spec_of(method)))
-    scheme = QuantizationScheme(
-        **int4_config(method)["config_groups"]["group_0"], format="pack-quantized"
-    )
-    its = {key.removeprefix(f"{UP}."): value for key, value in stored.items() if key.startswith(UP)}
-    plain = pack_quantized.PackedQuantizationCompressor.decompress(its, scheme)["weight"]
-    assert torch.equal(plain.bfloat16().float(), from_int4(stored, UP, int4_config(method)))
-
-
 # ---- reading ------------------------------------------------------------------------------------
 
 

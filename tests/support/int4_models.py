@@ -3,6 +3,8 @@
 
 The packers and unpackers here work code by code, in integers of 64 bits, and share nothing with
 the loader. A value is bfloat16((code - zero) * scale), rounded once.
+On 2026-11-28 the values were equal to those of compressed-tensors 0.20.0 and AutoAWQ 0.2.9, and the
+words of GPTQ to those that auto-round 0.16.1 packs.
 """
 
 from __future__ import annotations
