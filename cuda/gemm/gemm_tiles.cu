@@ -81,7 +81,7 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p,
   const int32_t rows = p.max_rows;
   // Where tiles of 64 weights leave three quarters of the multiprocessors without work, only a
   // quarter of them brings weights to shared memory before the predecessor has ended.
-  if (rows <= 16 && num_waves<ThinRows>(ctx, p) == 1) {
+  if (rows <= 16 && activation == nullptr && num_waves<ThinRows>(ctx, p) == 1) {
     return launch_gemm<Out, ThinRows>(ctx, p, activation);
   }
   if (rows <= 32) {
