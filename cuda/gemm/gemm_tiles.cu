@@ -113,9 +113,8 @@ void launch_tiles(CudaContext& ctx, const GemmParams& p, const GatedActivationPa
   }
 }
 
-// The end of a wide tile takes its few
-// threads longer than a kernel on the whole machine, and so does that of tiles which come in
-// several waves: docs/performance-history.md.
+// The end of a wide tile takes its few threads longer than a kernel on the whole machine, and so
+// does that of tiles which come in several waves: docs/performance-history.md.
 bool takes_activation(const CudaContext& ctx, const GemmParams& p) {
   if (p.max_rows <= 16) return num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
   if (p.max_rows <= 32 || p.max_rows > 64) return false;
