@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import mtp_models
+import qwen3_5_mtp
 import tiny_models
 from cuda_engines import (
     DRIVERS,
@@ -51,7 +51,7 @@ def shape_of(family: str, shape: str, **changes: Any) -> TinySpec:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3.5 in bfloat16 with its MTP layer."""
     out = tmp_path_factory.mktemp("cuda-qwen3-5") / "model"
-    return mtp_models.write(shape_of("qwen3_5", request.param), out)
+    return qwen3_5_mtp.write(shape_of("qwen3_5", request.param), out)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
