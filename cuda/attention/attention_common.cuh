@@ -25,6 +25,14 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 
 static_assert(kAttentionChunk == kAttentionThreads);
 
+// The number of the thread. The compiler computes what follows from it here, not before a loop
+// around, where it would take registers.
+__device__ __forceinline__ int32_t thread_here() {
+  auto thread = static_cast<int32_t>(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 // The factors that merge one more chunk into a running state. Maxima are of scores times log2(e).
 // Callers skip chunks in which the row sees no key: only skipping leaves the state unchanged
 // exactly.

@@ -50,14 +50,6 @@ struct Position {
   int32_t quad_lane;
 };
 
-// The number of the thread. The compiler computes what follows from it here, not before a loop
-// around, where it would take registers.
-__device__ __forceinline__ int32_t thread_here() {
-  auto thread = static_cast<int32_t>(threadIdx.x);
-  asm volatile("" : "+r"(thread));
-  return thread;
-}
-
 __device__ __forceinline__ Position position_of(int32_t thread) {
   return {.group = static_cast<int32_t>(uniform(thread / 128)),
           .thread = thread % 128,

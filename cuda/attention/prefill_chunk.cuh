@@ -34,14 +34,6 @@ struct Position {
   int32_t first_row;  // packed row of the lower half; that of the upper half is 8 further on
 };
 
-// The number of the thread. The compiler computes what follows from it here, not before a loop
-// around, where it would take registers.
-__device__ __forceinline__ int32_t thread_here() {
-  auto thread = static_cast<int32_t>(threadIdx.x);
-  asm volatile("" : "+r"(thread));
-  return thread;
-}
-
 __device__ __forceinline__ Position position_here() {
   const int32_t thread = thread_here();
   const int32_t lane = thread % 32;

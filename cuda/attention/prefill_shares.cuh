@@ -149,7 +149,7 @@ __device__ __forceinline__ void find_share(const PagedAttentionParams& p, const 
   if (thread < 2) {
     // The first thread finds the end, the second one the beginning.
     const int64_t all = int64_t{before} * p.num_kv_heads;
-    // No more shares than so many parts, so that every boundary is further on than the one before.
+    // A share costs at least two of the smallest parts. So two boundaries never fall together.
     const int64_t num_shares = max(min(int64_t{gridDim.x}, all / (2 * kLeastPart)), int64_t{1});
     const int64_t at = all * min(int64_t{block + 1 - thread}, num_shares) / num_shares;
     const auto head = static_cast<int32_t>(before > 0 ? at / before : 0);

@@ -32,11 +32,8 @@ void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const Prod
   const GatedActivationParams* const activation = call.activation;
   const int32_t n = activation != nullptr ? activation->intermediate : w.n;
   const int32_t box_rows = activation != nullptr ? Shape::kWeights / 2 : Shape::kWeights;
-  const ExpertRows rows = {.expert_begin = p.expert_begin,
-                           .num_rows = call.num_rows,
-                           .num_experts = p.weight.num_experts,
-                           .max_rows = p.max_rows,
-                           .column_tiles = (n + box_rows - 1) / box_rows};
+  // Gated, a tile has half as many columns of half as many outputs.
+  const ExpertRows rows = expert_rows(p, call, Shape::kWeights);
   const bool is_mixture = p.expert_begin != nullptr;
   const int64_t tiles =
       max_row_tiles(is_mixture, p.weight.num_experts, p.max_rows, Shape::kTokens) *

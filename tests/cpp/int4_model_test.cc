@@ -218,14 +218,6 @@ TEST(Int4Model, NoGpuHasAProduct) {
                 "no GPU kernel reads yet; allowed: device='cpu', or the bfloat16 weights"));
 }
 
-std::vector<NamedTensor> named_tensors(const FormatTensors& tensors) {
-  std::vector<NamedTensor> named;
-  for (const auto& [name, t] : tensors) {
-    named.push_back({.name = name, .dtype = t.dtype, .shape = t.shape, .data = t.bytes.data()});
-  }
-  return named;
-}
-
 TEST(Int4Model, UpdatesEqualANewModel) {
   const auto model = build(format_tensors(int4_config(), 7));
   const FormatTensors tensors = format_tensors(int4_config(), 8);

@@ -301,14 +301,6 @@ TEST(ModelFormats, RefusesMistakes) {
                 "[1, 6, 1152, 5760], which"));
 }
 
-std::vector<NamedTensor> named_tensors(const FormatTensors& tensors) {
-  std::vector<NamedTensor> named;
-  for (const auto& [name, t] : tensors) {
-    named.push_back({.name = name, .dtype = t.dtype, .shape = t.shape, .data = t.bytes.data()});
-  }
-  return named;
-}
-
 TEST(ModelFormats, UpdatesEqualANewModel) {
   for (const std::string& json : {mixture_config(), transposed_config()}) {
     const auto model = build(json, format_tensors(json, 7));

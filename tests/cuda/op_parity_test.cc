@@ -108,7 +108,7 @@ class PortableBits : public GpuTest, public ::testing::WithParamInterface<OpCase
 
 TEST_P(PortableBits, AreThoseOfSm90a) {
   TRACE_SEED();
-  if (!cuda::runs_sm90a()) GTEST_SKIP() << "not on sm_90";
+  if (!cuda::runs_sm90a()) GTEST_SKIP() << "this GPU has no kernels of sm_90a to compare with";
   const OpInstance op = GetParam().make(base_seed());
   CudaTestContext& ctx = fresh_context();
   DeviceInstance device(op);

@@ -284,7 +284,7 @@ def test_an_engine_takes_the_place_of_its_earlier_figures() -> None:
 
 def test_the_commands_of_the_page_run_and_name_that_of_vllm(tmp_path: Path) -> None:
     if compare_vllm.has_module(sys.executable, "vllm"):
-        pytest.skip("vLLM is installed")
+        pytest.skip("this Python has vLLM, so the script measures it and prints no command for it")
     (block,) = (b for b in blocks(Path("docs/performance.md")) if "tiny-pair" in b.code)
     folder, file = tmp_path / "tiny-pair", tmp_path / "tiny.json"
     maker, runner = block.code.replace("tiny-pair", str(folder)).splitlines()

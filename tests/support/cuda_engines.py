@@ -189,3 +189,18 @@ def check_bfloat16_logits(name: str, cases: Iterable[tuple[Logits, Logits, Logit
     our_rms, their_rms = (float(np.sqrt(np.mean(np.square(x)))) for x in (ours, theirs))
     print(f"{name}: RMS error {our_rms:.4g}, of transformers {their_rms:.4g}")
     assert our_rms <= 1.25 * their_rms
+
+
+def check_bfloat16_checkpoints(
+    name: str,
+    checkpoint: Callable[[int], Path],
+    of_transformers: Callable[[Path, list[int]], Logits],
+) -> None:
+    """`check_bfloat16_logits` of checkpoints by seed; float32 arithmetic on the CPU is exact."""
+
+    def case(seed: int) -> tuple[Logits, Logits, Logits]:
+        path, prompt = checkpoint(seed), scoring_prompt(seed)
+        exact = logits_of(path, prompt, device="cpu", dtype="float32")
+        return logits_of(path, prompt), of_transformers(path, prompt), exact
+
+    check_bfloat16_logits(name, map(case, range(3, 7)))

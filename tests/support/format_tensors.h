@@ -105,6 +105,15 @@ inline FormatTensors format_tensors(const std::string& json, uint64_t seed,
   return tensors;
 }
 
+// The tensors as an update of a model takes them.
+inline std::vector<NamedTensor> named_tensors(const FormatTensors& tensors) {
+  std::vector<NamedTensor> named;
+  for (const auto& [name, t] : tensors) {
+    named.push_back({.name = name, .dtype = t.dtype, .shape = t.shape, .data = t.bytes.data()});
+  }
+  return named;
+}
+
 inline void put_all(ModelBuilder& builder, const FormatTensors& tensors) {
   for (const auto& [name, t] : tensors) {
     builder.put(name, t.dtype, t.shape, {}, t.bytes.data());
