@@ -164,7 +164,8 @@ __device__ __forceinline__ void find_share(const PagedAttentionParams& p, const 
       }
     }
     Boundary boundary = {.tile = head * num_tiles + low, .chunk = 0};
-    if (low < num_tiles) {
+    // Behind the last head there is no tile to round to.
+    if (low < num_tiles && head < p.num_kv_heads) {
       const int32_t begin = low > 0 ? through[low - 1] : 0;
       const int32_t chunk = cost - begin - 1;
       if (through[low] - cost < kLeastPart) {

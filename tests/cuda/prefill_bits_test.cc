@@ -43,6 +43,8 @@ TEST_P(PrefillBits, AreThoseOfDecodingRows) {
   const std::vector<AttentionBatch> batches = {
       {.sequences = {{0, 2500, 2500, 0}}},
       {.sequences = {{0, 5000, 700, 0}}, .extra_rows = 100},
+      // The last row of the first tile sees nothing.
+      {.sequences = {{0, 1000, 9, 8}}, .extra_rows_per_seq = 500},
       {.sequences = {{0, 384, 256, 0},
                      {1, 1, 1, 0},
                      {2, 1025, 300, 20},
