@@ -164,11 +164,11 @@ __device__ __forceinline__ void find_share(const PagedAttentionParams& p, const 
       }
     }
     Boundary boundary = {.tile = head * num_tiles + low, .chunk = 0};
-    // Behind the last head there is no tile to round to.
-    if (low < num_tiles && head < p.num_kv_heads) {
+    if (low < num_tiles) {
       const int32_t begin = low > 0 ? through[low - 1] : 0;
       const int32_t chunk = cost - begin - 1;
-      if (through[low] - cost < kLeastPart) {
+      // Where a head begins, the launch begins or the head before ends.
+      if (cost > 0 && through[low] - cost < kLeastPart) {
         ++boundary.tile;
       } else if (chunk >= kLeastPart) {
         boundary.chunk = chunk;
