@@ -16,6 +16,7 @@
 #include "gemm/expert_launch.h"
 #include "gemm/gemm_planner.h"
 #include "gemm/gemm_tiles.h"
+#include "gemm/normed_gemm.h"
 #include "gemm/portable_gemm.h"
 #include "ops/ops.h"
 
@@ -74,12 +75,24 @@ ExpertGemmParams one_expert(const GemmParams& p) {
 }
 
 // Launches our own kernel for bfloat16.
-void launch_own(CudaContext& ctx, const GemmParams& p,
-                const GatedActivationParams* activation = nullptr) {
+void launch_own(CudaContext& ctx, const GemmParams& p, const ProductEnd& end = {}) {
   if (ctx.is_portable) {
-    return launch_portable_gemm(ctx, one_expert(p), {.num_rows = p.num_rows}, activation);
+    return launch_portable_gemm(ctx, one_expert(p), {.num_rows = p.num_rows}, end.activation);
   }
-  launch_tiles(ctx, p, activation);
+  launch_tiles(ctx, p, end);
+}
+
+// Whether the product is of plain bfloat16 weights, and no library computes it.
+bool is_own(const CudaContext& ctx, const GemmParams& p) {
+  return p.weight.dtype == DType::kBFloat16 && p.weight.format == WeightFormat::kPlain &&
+         p.num_groups == 1 && !(ctx.gemm != nullptr && ctx.gemm->has_plan(p));
+}
+
+// Whether the activation may be the end of our own kernel.
+bool may_join(const CudaContext& ctx, const ActivatedGemmParams& p) {
+  const GemmParams& product = p.product;
+  return is_own(ctx, product) && product.y_dtype == DType::kBFloat16 && product.bias == nullptr &&
+         p.activation.intermediate % 8 == 0 && ends_products(p.activation.activation);
 }
 
 bool ends_in_activation(const CudaContext& ctx, const GemmParams& p) {
@@ -120,22 +133,51 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
 void activated_gemm(CudaContext& ctx, const ActivatedGemmParams& p) {
   check_activation(p);
   const GemmParams& product = p.product;
-  const WeightMatrix& w = product.weight;
-  // The activation is the end of our own kernel for bfloat16.
-  const bool is_joined = w.dtype == DType::kBFloat16 && w.format == WeightFormat::kPlain &&
-                         product.y_dtype == DType::kBFloat16 && product.bias == nullptr &&
-                         p.activation.intermediate % 8 == 0 &&
-                         cuda::ends_products(p.activation.activation) &&
-                         !(ctx.gemm != nullptr && ctx.gemm->has_plan(product)) &&
-                         cuda::ends_in_activation(ctx, product);
-  if (!is_joined) {
+  if (!cuda::may_join(ctx, p) || !cuda::ends_in_activation(ctx, product)) {
     gemm(ctx, product);
     return gated_activation(ctx, p.activation);
   }
   if (product.max_rows <= 0) return;
   cuda::label(ctx, product);
   cuda::check_strides(product);
-  cuda::launch_own(ctx, product, &p.activation);
+  cuda::launch_own(ctx, product, {.activation = &p.activation});
+}
+
+void normed_gemm(CudaContext& ctx, const NormedGemmParams& p) {
+  check_norm(p);
+  const GemmParams& product = p.product;
+  const ActivatedGemmParams activated = {.product = product, .activation = p.activation};
+  if (p.has_activation) check_activation(activated);
+  const bool is_joined =
+      (p.has_activation ? cuda::may_join(ctx, activated) : cuda::is_own(ctx, product)) &&
+      cuda::takes_norm(ctx, p);
+  if (is_joined) {
+    if (product.max_rows <= 0) return;
+    cuda::label(ctx, product);
+    return cuda::launch_normed_gemm(ctx, p);
+  }
+  rms_norm(ctx, p.norm);
+  if (p.has_activation) {
+    activated_gemm(ctx, activated);
+  } else {
+    gemm(ctx, product);
+  }
+}
+
+bool adds_in_product(const CudaContext& ctx, const GemmParams& p) {
+  return !ctx.is_portable && cuda::is_own(ctx, p) && cuda::takes_residual(p);
+}
+
+void added_gemm(CudaContext& ctx, const AddedGemmParams& p) {
+  const GemmParams& product = p.product;
+  if (!adds_in_product(ctx, product)) {
+    gemm(ctx, product);
+    return rms_norm(ctx, addition_of(p));
+  }
+  if (product.max_rows <= 0) return;
+  cuda::label(ctx, product);
+  cuda::check_strides(product);
+  cuda::launch_own(ctx, product, {.residual = p.residual});
 }
 
 }  // namespace paceline

@@ -30,6 +30,18 @@ struct GemmArgs {
   int32_t stage_bytes;   // bytes that arrive per stage
   int32_t block_tokens;  // tokens that a block computes, at most a tile's
   GatedRows gated;
+  // [max_rows, n], or null: y is added to it, and not written. Tiles of at most kMaxAddedTokens
+  // tokens do it, with outputs of bfloat16.
+  float* residual = nullptr;
+};
+inline constexpr int32_t kMaxAddedTokens = 16;
+
+// What a product ends in, beside writing y.
+struct ProductEnd {
+  // y is that of the activation; the product is bfloat16 and has no bias.
+  const GatedActivationParams* activation = nullptr;
+  // [max_rows, n]: y, in bfloat16, is added to it, and not written. At most kMaxAddedTokens rows.
+  float* residual = nullptr;
 };
 
 // The operand that forms the rows of the product, 64 per warpgroup; the other forms its columns.

@@ -88,6 +88,8 @@ struct StagedTile : StagedRows<Out, Tile::kWeights, Tile::kTokens, Tile::kConsum
       Out* const to = rows + (8 * j + 2 * (lane % 4)) * kPitch + lane / 4;
       to[0] = to_out<Out>(sums[4 * j] + low);
       to[kPitch] = to_out<Out>(sums[4 * j + 1] + low);
+      // Behind the weights of a thin tile there is the next token.
+      if (Tile::kWeights % 16 != 0 && first_row + 8 >= Tile::kWeights) continue;
       to[8] = to_out<Out>(sums[4 * j + 2] + high);
       to[kPitch + 8] = to_out<Out>(sums[4 * j + 3] + high);
     }

@@ -184,11 +184,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     // rows is there when it is needed.
     wait_for_predecessor();
     const int32_t num_rows = min(*args.num_rows, args.max_rows);
+    const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
+    const int32_t num_columns = min(args.n - first_column, tile_columns);
+    using Staged = StagedTile<Out, Tile>;
+    constexpr bool kMayAdd = Tile::kTokens <= kMaxAddedTokens && sizeof(Out) == 2;
+    typename Staged::ResidualPiece residual;
+    if constexpr (kMayAdd) {
+      if (args.residual != nullptr) {
+        Staged::read_residual(args.residual + first_token * args.y_stride + first_column,
+                              args.y_stride, num_tokens, num_columns, residual);
+      }
+    }
     Accumulators<Tile> sums = {};
     consume<Tile>(ring, num_blocks, sums);
 
     // The ring is idle: all requested tiles have been multiplied.
-    using Staged = StagedTile<Out, Tile>;
     const Staged staged = {reinterpret_cast<Out*>(ring.data)};
     asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
     staged.put(sums, [&](int32_t column) {
@@ -197,10 +207,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                  : 0.0f;
     });
     asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
+    if constexpr (kMayAdd) {
+      if (args.residual != nullptr) return staged.add(residual);
+    }
     Out* const y = static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column;
-    const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
-    const int32_t num_columns = min(args.n - first_column, tile_columns);
-    if constexpr (sizeof(Out) == 2) {
+    if constexpr (sizeof(Out) == 2 && Tile::kWeights % 16 == 0) {
       if (is_gated)
         return staged.write_gated(y, args.y_stride, num_tokens, num_columns, args.gated);
     }

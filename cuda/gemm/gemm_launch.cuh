@@ -43,10 +43,12 @@ int32_t num_stages_of(int32_t ring_bytes) {
                     std::min(kMaxStages, kFit));
 }
 
-// With an activation, y is that of the product (ActivatedGemmParams).
+// With an activation, y is that of the product (ActivatedGemmParams). With a residual, y is added
+// to it (AddedGemmParams).
 template <class Out, class Tile>
 void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
-                 const GatedActivationParams* activation = nullptr) {
+                 const ProductEnd& end = {}) {
+  const GatedActivationParams* const activation = end.activation;
   auto* const kernel = &gemm_kernel<Out, Tile>;
   static const bool is_allowed = [&] {
     allow_shared_bytes(kernel, kMaxSharedBytes, "gemm");
@@ -82,7 +84,8 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
                                     .activation = activation->activation,
                                     .alpha = activation->alpha,
                                     .limit = activation->limit}
-                        : GatedRows{}};
+                        : GatedRows{},
+      .residual = end.residual};
   const int32_t tile_columns = is_gated ? Tile::kWeights / 2 : Tile::kWeights;
   const dim3 grid((p.max_rows + block_tokens - 1) / block_tokens,
                   (n + tile_columns - 1) / tile_columns);

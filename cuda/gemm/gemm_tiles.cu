@@ -20,8 +20,9 @@ template <int32_t groups, int32_t tokens, int32_t steps = 1>
 using WeightRows = Tile<RowsAre::kWeights, groups, tokens, steps>;
 template <int32_t weights>
 using TokenRows = Tile<RowsAre::kTokens, 1, weights>;
-// 16 weights by 16 tokens.
-using ThinRows = Tile<RowsAre::kWeights, 1, 16, 4, 16, 16>;
+// Fewer weights than a warpgroup multiplies, by 16 tokens.
+template <int32_t weights>
+using ThinRows = Tile<RowsAre::kWeights, 1, 16, 4, 16, weights>;
 
 // The number of tiles that the busiest SM computes.
 template <class Tile>
@@ -32,14 +33,9 @@ int64_t num_waves(const CudaContext& ctx, const GemmParams& p) {
 // With enough tiles for two or three per SM, each ring takes a part of its shared memory; fewer
 // tiles must keep more bytes in flight each. docs/performance.md has the measurements.
 template <class Out, class Tile>
-void launch_gemm(CudaContext& ctx, const GemmParams& p, const GatedActivationParams* activation) {
+void launch_gemm(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
   const bool is_narrow = num_waves<Tile>(ctx, p) == 1;
-  launch_tile<Out, Tile>(ctx, p,
-                         (is_narrow             ? 200
-                          : Tile::kTokens <= 16 ? 73
-                                                : 100)
-                             << 10,
-                         activation);
+  launch_tile<Out, Tile>(ctx, p, (is_narrow ? 200 : Tile::kTokens <= 16 ? 73 : 100) << 10, end);
 }
 
 // The cost when arithmetic bounds: clocks of the busiest SM for a column of K.
@@ -60,9 +56,8 @@ struct Weights {
 
 // Launches the cheapest of several tiles, the first of equals.
 template <class Cost, class Out, class... Tiles>
-void launch_cheapest(CudaContext& ctx, const GemmParams& p,
-                     const GatedActivationParams* activation) {
-  using Launch = void (*)(CudaContext&, const GemmParams&, const GatedActivationParams*);
+void launch_cheapest(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
+  using Launch = void (*)(CudaContext&, const GemmParams&, const ProductEnd&);
   Launch best = nullptr;
   double least = std::numeric_limits<double>::infinity();
   const auto consider = [&](double cost, Launch launch) {
@@ -71,46 +66,58 @@ void launch_cheapest(CudaContext& ctx, const GemmParams& p,
     best = launch;
   };
   (consider(Cost::template of<Tiles>(ctx, p), &launch_gemm<Out, Tiles>), ...);
-  best(ctx, p, activation);
+  best(ctx, p, end);
+}
+
+// Launches the thinnest tile of which each multiprocessor has at most one, so that all of them
+// bring weights to shared memory before the predecessor has ended. False: there is none.
+template <class Out, int32_t weights = 16>
+bool launch_thin(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
+  using Thin = ThinRows<weights>;
+  if (num_waves<Thin>(ctx, p) == 1) {
+    launch_gemm<Out, Thin>(ctx, p, end);
+    return true;
+  }
+  if constexpr (weights + 8 < Thin::kGroupRows) return launch_thin<Out, weights + 8>(ctx, p, end);
+  return false;
 }
 
 // The candidate tiles and the choice come from measurements: docs/kernels.md.
 template <class Out>
-void launch_for_rows(CudaContext& ctx, const GemmParams& p,
-                     const GatedActivationParams* activation) {
+void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
   const int32_t rows = p.max_rows;
-  // Where tiles of 64 weights leave three quarters of the multiprocessors without work, only a
-  // quarter of them brings weights to shared memory before the predecessor has ended.
-  if (rows <= 16 && activation == nullptr && num_waves<ThinRows>(ctx, p) == 1) {
-    return launch_gemm<Out, ThinRows>(ctx, p, activation);
-  }
+  if (rows <= 16 && end.activation == nullptr && launch_thin<Out>(ctx, p, end)) return;
   if (rows <= 32) {
     // Three blocks of the narrowest tile share an SM, so up to three per SM are one wave. Beyond
     // that, two blocks with deeper rings leave a shorter tail.
     const bool is_one_wave = num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
-    if (rows <= 16 && is_one_wave)
-      return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p, activation);
-    return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p, activation);
+    if (rows <= 16 && is_one_wave) return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p, end);
+    return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p, end);
   }
   if (rows <= 64) {
     using Narrow = WeightRows<1, 64, 2>;
-    if (num_waves<Narrow>(ctx, p) == 1) return launch_gemm<Out, Narrow>(ctx, p, activation);
+    if (num_waves<Narrow>(ctx, p) == 1) return launch_gemm<Out, Narrow>(ctx, p, end);
     return launch_cheapest<Weights, Out, TokenRows<96>, TokenRows<128>, TokenRows<224>>(ctx, p,
-                                                                                        activation);
+                                                                                        end);
   }
   launch_cheapest<Clocks, Out, WeightRows<1, 96>, WeightRows<2, 160>, WeightRows<3, 192>,
                   WeightRows<1, 160>, TokenRows<192>, WeightRows<3, 128>, WeightRows<1, 64, 2>,
-                  TokenRows<128>>(ctx, p, activation);
+                  TokenRows<128>>(ctx, p, end);
 }
 
 }  // namespace
 
-void launch_tiles(CudaContext& ctx, const GemmParams& p, const GatedActivationParams* activation) {
+void launch_tiles(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
   if (p.y_dtype == DType::kBFloat16) {
-    launch_for_rows<__nv_bfloat16>(ctx, p, activation);
+    launch_for_rows<__nv_bfloat16>(ctx, p, end);
   } else {
-    launch_for_rows<float>(ctx, p, nullptr);
+    launch_for_rows<float>(ctx, p, {});
   }
+}
+
+bool takes_residual(const GemmParams& p) {
+  return p.max_rows <= kMaxAddedTokens && p.y_dtype == DType::kBFloat16 && p.weight.n % 8 == 0 &&
+         p.y_stride == p.weight.n;
 }
 
 // The end of a wide tile takes its few threads longer than a kernel on the whole machine, and so

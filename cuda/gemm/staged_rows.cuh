@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/convert.cuh"
 #include "elementwise/gate_up.cuh"
 #include "gemm/gemm_args.h"
 
@@ -53,8 +54,38 @@ struct StagedRows {
     }
   }
 
-  // The same with the activation of a tile whose first half of columns are gates and whose second
-  // half are their ups.
+  // The piece of the residual to which a thread adds outputs: 8 columns of one token.
+  struct ResidualPiece {
+    float* at = nullptr;  // null: none
+    float values[8];
+  };
+  // Reads it; `residual` points to the first outputs of the tile. Its rows are of whole pieces.
+  static __device__ __forceinline__ void read_residual(float* residual, int64_t stride,
+                                                       int32_t num_tokens, int32_t num_columns,
+                                                       ResidualPiece& piece) {
+    static_assert(sizeof(Out) == 2 && tokens * weights / kVector <= threads);
+    constexpr int32_t kPieces = weights / kVector;
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    const int32_t token = thread / kPieces;
+    const int32_t begin = thread % kPieces * kVector;
+    if (token >= num_tokens || begin >= num_columns) return;
+    piece.at = residual + token * stride + begin;
+    load_vector(piece.at, piece.values);
+  }
+  // Adds the outputs to it. Call after all threads have stored their parts.
+  __device__ __forceinline__ void add(const ResidualPiece& piece) const {
+    if (piece.at == nullptr) return;
+    constexpr int32_t kPieces = weights / kVector;
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    float sums[8];
+    load_vector(data + thread / kPieces * kPitch + thread % kPieces * kVector, sums);
+#pragma unroll
+    for (int32_t i = 0; i < 8; ++i) sums[i] += piece.values[i];
+    store_vector(sums, piece.at);
+  }
+
+  // Writes the activation of a tile whose first half of columns are gates and whose second half are
+  // their ups.
   __device__ __forceinline__ void write_gated(Out* y, int64_t y_stride, int32_t num_tokens,
                                               int32_t num_columns, const GatedRows& gated) const {
     static_assert(sizeof(Out) == 2 && weights % (2 * kVector) == 0);

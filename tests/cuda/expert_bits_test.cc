@@ -160,6 +160,50 @@ TEST_F(DenseActivationBits, AreThoseOfTheOpAlone) {
   }
 }
 
+class JoinedProductBits : public GpuTest {};
+
+// The shapes of layers, and tiles of each width that one launch may have.
+TEST_F(JoinedProductBits, OfNormsAreThoseOfTheOpsAlone) {
+  TRACE_SEED();
+  for (const NormedGemmSpec& joined :
+       {NormedGemmSpec{6144, 4096}, NormedGemmSpec{.n = 12288, .k = 4096, .has_activation = true},
+        NormedGemmSpec{5120, 2560, false, {}, true}, NormedGemmSpec{16384, 5120},
+        NormedGemmSpec{.n = 424, .k = 128, .has_activation = true}, NormedGemmSpec{4104, 768}}) {
+    for (const int32_t num_rows : {1, 3, 4, 5, 8, 9}) {
+      for (const int32_t num_sms : kNumSms) {
+        if (num_sms > 0 && joined.k > 1000) continue;
+        const Rows rows = first_rows(num_rows, num_rows + (num_rows == 3 ? 2 : 0));
+        NormedGemmSpec alone = joined;
+        alone.norms_alone = true;
+        const OpInstance together = make_normed_gemm(joined, rows, base_seed());
+        const std::vector<std::byte> expected = y_of(make_normed_gemm(alone, rows, base_seed()));
+        const PlannedFor planned(num_sms);
+        ASSERT_EQ(first_different_row(together, y_of(together), expected), -1)
+            << num_rows << " rows of " << joined.n << " by " << joined.k << ", planned for "
+            << num_sms;
+      }
+    }
+  }
+}
+
+TEST_F(JoinedProductBits, OfResidualsAreThoseOfTheOpsAlone) {
+  TRACE_SEED();
+  for (const AddedGemmSpec& joined :
+       {AddedGemmSpec{4096, 12288}, AddedGemmSpec{2880, 4096, {}, true}, AddedGemmSpec{5120, 6144},
+        AddedGemmSpec{1032, 136}, AddedGemmSpec{24576, 128}}) {
+    for (const int32_t num_rows : {1, 4, 8, 9, 16, 17}) {
+      const Rows rows = first_rows(num_rows, num_rows + (num_rows == 4 ? 3 : 0));
+      AddedGemmSpec alone = joined;
+      alone.adds_alone = true;
+      const OpInstance together = make_added_gemm(joined, rows, base_seed());
+      ASSERT_EQ(first_different_row(together, y_of(together),
+                                    y_of(make_added_gemm(alone, rows, base_seed()))),
+                -1)
+          << num_rows << " rows of " << joined.n << " by " << joined.k;
+    }
+  }
+}
+
 constexpr WeightSpec kFp8Rows = {.format = WeightFormat::kFp8, .scale_rows = 1};
 constexpr WeightSpec kFp8Tiles = {
     .format = WeightFormat::kFp8, .scale_rows = 128, .scale_cols = 128};

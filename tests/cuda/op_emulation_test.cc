@@ -43,10 +43,10 @@ constexpr int64_t kCostOfRow = 256;
 // The cost of emulating a thread in ops with many collective calls or products.
 int64_t cost_of_thread(const std::string& op) {
   static const std::map<std::string, int64_t> costs = {
-      {"gemm", 2},       {"activated", 3}, {"expert", 1},     {"mixture", 2},   {"large", 6},
-      {"attention", 25}, {"truncate", 12}, {"compressed", 8}, {"logprobs", 8},  {"index", 6},
-      {"append", 4},     {"choose", 4},    {"proposals", 4},  {"recurrent", 8}, {"route", 3},
-      {"sort", 3},       {"adjust", 3},    {"list", 2}};
+      {"gemm", 2},      {"activated", 3}, {"normed", 3},     {"added", 3},     {"expert", 1},
+      {"mixture", 2},   {"large", 6},     {"attention", 25}, {"truncate", 12}, {"compressed", 8},
+      {"logprobs", 8},  {"index", 6},     {"append", 4},     {"choose", 4},    {"proposals", 4},
+      {"recurrent", 8}, {"route", 3},     {"sort", 3},       {"adjust", 3},    {"list", 2}};
   const auto found = costs.find(op);
   return found == costs.end() ? 1 : found->second;
 }

@@ -228,6 +228,106 @@ OpInstance make_activated_gemm(const ActivatedGemmSpec& s, const Rows& rows, uin
   return op;
 }
 
+OpInstance make_normed_gemm(const NormedGemmSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const DType dtype = s.weight.dtype;
+  const Element element = element_of(dtype);
+  const int64_t width = (s.has_activation ? 2 : 1) * int64_t{s.n};
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x = op.add(normal_rows("x", Element::kF32, rows, s.k, s.k, seed, kX,
+                                      /*varies_in_scale=*/true));
+  const Handle norm = op.add(normal_constant("norm", Element::kF32, s.k, seed, kXWeight));
+  const WeightArrays weight(op, s.weight, static_cast<int32_t>(width), s.k, seed);
+  const Handle bias =
+      s.has_bias ? op.add(normal_constant("bias", Element::kF32, width, seed, kBias)) : kNoArray;
+  const Handle normed = op.add(intermediate_array("normed", element, int64_t{rows.max_rows} * s.k));
+  const Handle halves =
+      s.has_activation ? op.add(intermediate_array("gate_and_up", element, rows.max_rows * width))
+                       : kNoArray;
+  OpArray out = output_array("y", Element::kF32, element, int64_t{rows.max_rows} * s.n, s.n);
+  out.rms_bound *= s.has_activation ? 3 : 2;  // the norm is rounded, and gates and ups
+  const Handle y = op.add(std::move(out));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const DType on_device = activation_dtype(ctx, dtype);
+    const NormedGemmParams all = {.norm = {.num_rows = at.get<int32_t>(num_rows),
+                                           .max_rows = max_rows,
+                                           .x = at.raw(x),
+                                           .x_stride = s.k,
+                                           .residual = nullptr,
+                                           .weight = at.get<float>(norm),
+                                           .weight_offset = 1.0f,
+                                           .eps = 1e-6f,
+                                           .y = at.raw(normed),
+                                           .y_stride = s.k,
+                                           .hidden = s.k,
+                                           .y_dtype = on_device},
+                                  .product = {.num_rows = at.get<int32_t>(num_rows),
+                                              .max_rows = max_rows,
+                                              .x = at.raw(normed),
+                                              .x_stride = s.k,
+                                              .weight = weight.matrix(ctx, at),
+                                              .bias = at.get<float>(bias),
+                                              .y = at.raw(s.has_activation ? halves : y),
+                                              .y_stride = width,
+                                              .x_dtype = on_device,
+                                              .y_dtype = on_device},
+                                  .activation = {.num_rows = at.get<int32_t>(num_rows),
+                                                 .max_rows = max_rows,
+                                                 .x = at.raw(halves),
+                                                 .y = at.raw(y),
+                                                 .intermediate = s.n,
+                                                 .activation = Activation::kSilu,
+                                                 .dtype = on_device},
+                                  .has_activation = s.has_activation};
+    if (!s.norms_alone) return normed_gemm(ctx, all);
+    rms_norm(ctx, all.norm);
+    if (s.has_activation) {
+      activated_gemm(ctx, {.product = all.product, .activation = all.activation});
+    } else {
+      gemm(ctx, all.product);
+    }
+  });
+  return op;
+}
+
+OpInstance make_added_gemm(const AddedGemmSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const DType dtype = s.weight.dtype;
+  const Element element = element_of(dtype);
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x = op.add(normal_rows("x", element, rows, s.k, s.k, seed, kX));
+  const WeightArrays weight(op, s.weight, s.n, s.k, seed);
+  const Handle bias =
+      s.has_bias ? op.add(normal_constant("bias", Element::kF32, s.n, seed, kBias)) : kNoArray;
+  const Handle product =
+      op.add(intermediate_array("product", element, int64_t{rows.max_rows} * s.n));
+  OpArray residual = normal_rows("y", Element::kF32, rows, s.n, s.n, seed, kResidual,
+                                 /*varies_in_scale=*/true, Role::kInOut);
+  // What is added is rounded to `element`.
+  residual.rms_bound = output_array("", Element::kF32, element, 0, s.n).rms_bound;
+  const Handle y = op.add(std::move(residual));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const DType on_device = activation_dtype(ctx, dtype);
+    const AddedGemmParams both = {.product = {.num_rows = at.get<int32_t>(num_rows),
+                                              .max_rows = max_rows,
+                                              .x = at.raw(x),
+                                              .x_stride = s.k,
+                                              .weight = weight.matrix(ctx, at),
+                                              .bias = at.get<float>(bias),
+                                              .y = at.raw(product),
+                                              .y_stride = s.n,
+                                              .x_dtype = on_device,
+                                              .y_dtype = on_device},
+                                  .residual = at.get<float>(y)};
+    if (!s.adds_alone) return added_gemm(ctx, both);
+    gemm(ctx, both.product);
+    rms_norm(ctx, addition_of(both));
+  });
+  return op;
+}
+
 OpInstance make_per_layer(const PerLayerSpec& s, const Rows& rows, uint64_t seed) {
   constexpr int32_t kVocab = 53;
   OpInstance op;

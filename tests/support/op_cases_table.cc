@@ -116,6 +116,43 @@ void add_activated_gemms(TableBuilder& table) {
   add({320, 288, Activation::kSilu, {kB, WeightFormat::kFp8, 128, 128}}, false);
 }
 
+void add_normed_gemms(TableBuilder& table) {
+  const auto add = [&](const NormedGemmSpec& s, bool is_invariance_case) {
+    table.add("normed_gemm_n" + std::to_string(s.n) + "_k" + std::to_string(s.k) +
+                  (s.has_activation ? "_activated" : "") + weight_suffix(s.weight) +
+                  (s.has_bias ? "_bias" : ""),
+              make_normed_gemm, s, is_invariance_case);
+  };
+  constexpr DType kB = DType::kBFloat16;
+  // Rows that one launch norms, with one and with two vectors a lane, and those that it does not.
+  add({72, 128, false, {kB}, /*has_bias=*/true}, true);
+  add({40, 136, false, {kB}}, false);
+  add({6144, 512, false, {kB}}, true);
+  add({640, 4096, false, {kB}}, false);
+  add({136, 640, true, {kB}}, true);
+  add({33, 128, true, {kB}}, false);
+  add({96, 5120, true, {kB}}, false);
+  add({100, 64, false, {DType::kFloat32}}, false);
+  add({320, 256, true, {kB, WeightFormat::kFp8, 128, 128}}, false);
+}
+
+void add_added_gemms(TableBuilder& table) {
+  const auto add = [&](const AddedGemmSpec& s, bool is_invariance_case) {
+    table.add("added_gemm_n" + std::to_string(s.n) + "_k" + std::to_string(s.k) +
+                  weight_suffix(s.weight) + (s.has_bias ? "_bias" : ""),
+              make_added_gemm, s, is_invariance_case);
+  };
+  constexpr DType kB = DType::kBFloat16;
+  // Thin tiles of several widths, the last of which are not full, and whole ones.
+  add({8, 64, {kB}}, false);
+  add({33, 64, {kB}}, false);
+  add({2888, 136, {kB}, /*has_bias=*/true}, true);
+  add({4096, 256, {kB}}, true);
+  add({12288, 128, {kB}}, true);
+  add({100, 64, {DType::kFloat32}}, false);
+  add({320, 288, {kB, WeightFormat::kMxfp4}}, false);
+}
+
 void add_element_ops(TableBuilder& table) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const std::string suffix = dtype_suffix(dtype);
@@ -350,6 +387,8 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     TableBuilder table;
     add_gemms(table);
     add_activated_gemms(table);
+    add_normed_gemms(table);
+    add_added_gemms(table);
     add_element_ops(table);
     add_norms(table);
     add_ropes(table);

@@ -65,6 +65,23 @@ struct ActivatedGemmSpec {
   bool has_bias = false;
   bool activates_alone = false;  // by an op of its own, after the product
 };
+// A norm, a product, and perhaps an activation.
+struct NormedGemmSpec {
+  int32_t n = 0;  // of y
+  int32_t k = 0;
+  bool has_activation = false;
+  WeightSpec weight = {};  // the norm and y have its dtype
+  bool has_bias = false;
+  bool norms_alone = false;  // by an op of its own, before the product
+};
+// A product that is added to a residual.
+struct AddedGemmSpec {
+  int32_t n = 0;
+  int32_t k = 0;
+  WeightSpec weight = {};
+  bool has_bias = false;
+  bool adds_alone = false;  // by an op of its own, after the product
+};
 struct PerLayerSpec {
   int32_t num_layers = 0;
   int32_t size = 0;
@@ -200,6 +217,11 @@ struct ClusterLogitsSpec {
 [[nodiscard]] OpInstance make_gated(const GatedSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_activated_gemm(const ActivatedGemmSpec& spec, const Rows& rows,
                                              uint64_t seed);
+[[nodiscard]] OpInstance make_normed_gemm(const NormedGemmSpec& spec, const Rows& rows,
+                                          uint64_t seed);
+// The residual is called y.
+[[nodiscard]] OpInstance make_added_gemm(const AddedGemmSpec& spec, const Rows& rows,
+                                         uint64_t seed);
 [[nodiscard]] OpInstance make_per_layer(const PerLayerSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_rope(const RopeSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_gather(const GatherSpec& spec, const Rows& rows, uint64_t seed);

@@ -204,4 +204,29 @@ void activated_gemm(CpuContext& ctx, const ActivatedGemmParams& p) {
   gated_activation(ctx, p.activation);
 }
 
+void check_norm(const NormedGemmParams& p) {
+  PACELINE_CHECK(p.norm.y == p.product.x && p.norm.y_stride == p.product.x_stride &&
+                     p.norm.y_dtype == p.product.x_dtype && p.norm.hidden == p.product.weight.k &&
+                     p.norm.num_rows == p.product.num_rows &&
+                     p.norm.max_rows == p.product.max_rows && p.product.num_groups == 1,
+                 "the product reads the rows of the norm");
+}
+
+void normed_gemm(CpuContext& ctx, const NormedGemmParams& p) {
+  check_norm(p);
+  rms_norm(ctx, p.norm);
+  if (p.has_activation) {
+    activated_gemm(ctx, {.product = p.product, .activation = p.activation});
+  } else {
+    gemm(ctx, p.product);
+  }
+}
+
+void added_gemm(CpuContext& ctx, const AddedGemmParams& p) {
+  gemm(ctx, p.product);
+  rms_norm(ctx, addition_of(p));
+}
+
+bool adds_in_product(const CpuContext&, const GemmParams&) { return false; }
+
 }  // namespace paceline

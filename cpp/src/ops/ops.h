@@ -136,6 +136,46 @@ void check_activation(const ActivatedGemmParams& p);
 void activated_gemm(CpuContext&, const ActivatedGemmParams&);
 void activated_gemm(CudaContext&, const ActivatedGemmParams&);
 
+// rms_norm, and then gemm or activated_gemm with its y as x. That y, and the product where an
+// activation reads it, may stay unwritten, because a backend may fuse the ops.
+struct NormedGemmParams {
+  RmsNormParams norm;
+  GemmParams product;
+  GatedActivationParams activation = {};  // where has_activation
+  bool has_activation = false;
+};
+// Throws InternalError where the product does not read the norm.
+void check_norm(const NormedGemmParams& p);
+void normed_gemm(CpuContext&, const NormedGemmParams&);
+void normed_gemm(CudaContext&, const NormedGemmParams&);
+
+// gemm, and then residual += y. y may stay unwritten, because a backend may fuse the two.
+struct AddedGemmParams {
+  GemmParams product;
+  float* residual;  // [max_rows, n], 16 B aligned
+};
+// The addition as an op of its own.
+[[nodiscard]] inline RmsNormParams addition_of(const AddedGemmParams& p) {
+  const GemmParams& product = p.product;
+  return {.num_rows = product.num_rows,
+          .max_rows = product.max_rows,
+          .x = product.y,
+          .x_stride = product.y_stride,
+          .residual = p.residual,
+          .weight = nullptr,
+          .weight_offset = 0,
+          .eps = 0,
+          .y = nullptr,
+          .y_stride = 0,
+          .hidden = product.weight.n,
+          .x_dtype = product.y_dtype};
+}
+void added_gemm(CpuContext&, const AddedGemmParams&);
+void added_gemm(CudaContext&, const AddedGemmParams&);
+// Whether a product adds its output to the residual in one kernel. If not, a norm does it for less.
+[[nodiscard]] bool adds_in_product(const CpuContext&, const GemmParams&);
+[[nodiscard]] bool adds_in_product(const CudaContext&, const GemmParams&);
+
 // Gemma's per-layer inputs, in place over their projection. Each layer has `size` consecutive
 // elements of a row, which become
 //   scale * (rms_norm(x_scale * x, weight) + table_scale * table[token])

@@ -9,6 +9,7 @@
 #include "gemm/expert_launch.h"
 #include "gemm/gemm_planner.h"
 #include "gemm/gemm_tiles.h"
+#include "gemm/normed_gemm.h"
 #include "ops/latent.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
@@ -33,10 +34,15 @@ namespace cuda {
 
 // Products are those of every GPU (portable_gemm.cu); formats with scales have only the kernels of
 // sm_90a.
-void launch_tiles(CudaContext&, const GemmParams&, const GatedActivationParams*) {
+void launch_tiles(CudaContext&, const GemmParams&, const ProductEnd&) {
   throw emulator::NotEmulated("gemm_of_sm_90a");
 }
+bool takes_residual(const GemmParams&) { return false; }
 bool takes_activation(const CudaContext&, const GemmParams&) { return false; }
+bool takes_norm(const CudaContext&, const NormedGemmParams&) { return false; }
+void launch_normed_gemm(CudaContext&, const NormedGemmParams&) {
+  throw emulator::NotEmulated("normed_gemm_of_sm_90a");
+}
 
 #define PACELINE_FORMAT_NOT_EMULATED(format, name)                                     \
   template <>                                                                          \

@@ -54,6 +54,21 @@ void capture_layer(Ctx& ctx, std::span<const HiddenCapture> captures, int32_t la
   }
 }
 
+// What the walk over layers asks of the kind of a branch.
+struct BranchTraits {
+  bool takes_norm;
+  const Linear* last;
+};
+template <class Config, class Weights>
+BranchTraits branch_traits(const Config& config, const Weights& weights) {
+  return std::visit(
+      [&]<class Kind>(const Kind& kind) -> BranchTraits {
+        const auto& of_kind = std::get<WeightsOf<Kind>>(weights);
+        return {.takes_norm = takes_norm(kind, of_kind), .last = last_product(kind, of_kind)};
+      },
+      config);
+}
+
 }  // namespace
 
 Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
@@ -152,16 +167,33 @@ void Decoder::write_keys_values(Ctx& ctx, int32_t layer, const void* input, cons
 
 template <class Ctx>
 std::optional<CombineExpertsParams> Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
-                                                 const Activations& activations) const {
+                                                 const Activations& activations,
+                                                 const BranchEnds& ends) const {
   const MlpPass pass = {.config = config(),
                         .rows = rows,
                         .activations = activations,
-                        .expert_counters = expert_counters_};
+                        .expert_counters = expert_counters_,
+                        .ends = ends};
   return std::visit(
       [&]<class Kind>(const Kind& kind) {
         return run_mlp(ctx, kind, std::get<WeightsOf<Kind>>(weights().layers[layer].mlp), pass);
       },
       config().layers[layer].mlp);
+}
+
+template <class Ctx>
+float* Decoder::residual_of(const Ctx& ctx, const Linear* last, const Branch& branch,
+                            const BlockConvWeights& conv, const PassRows& rows,
+                            const Activations& activations) const {
+  const bool is_sum = config().streams.count == 1 && branch.norm == nullptr &&
+                      branch.scale == nullptr && conv.base == nullptr;
+  if (!is_sum || last == nullptr) return nullptr;
+  const GemmParams product = gemm_params(row_count(rows), *last,
+                                         {.x = nullptr,
+                                          .y = activations.branch,
+                                          .x_dtype = activations.dtype,
+                                          .y_dtype = activations.dtype});
+  return adds_in_product(ctx, product) ? activations.residual : nullptr;
 }
 
 template <class Ctx>
@@ -334,47 +366,73 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     }
   };
   Branch last = {};
+  bool is_added = true;  // `last` is part of the residual
   const auto num_layers = static_cast<int32_t>(c.layers.size());
   // The layers of which all rows are computed, and then the last one.
   const int32_t num_whole = output != nullptr ? num_layers - 1 : num_layers;
+  // Makes the input of a branch, or leaves its norm to the branch, which joins it with its product.
+  const auto make_input = [&](const Branch* branch, const BranchInput& next, bool takes_norm) {
+    std::optional<RmsNormParams> norm;
+    if (branch == nullptr && takes_norm && c.streams.count == 1) {
+      norm = residual.join_params(branch, next);
+    } else {
+      residual.join(branch, next);
+    }
+    return norm;
+  };
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     const LayerWeights& lw = w.layers[layer];
     const bool has_input = layer == 0 && first_input != nullptr;
+    const BranchTraits traits = branch_traits(c.layers[layer].attention, lw.attention);
+    BranchEnds ends;
     if (!has_input) {
-      residual.join(layer > 0 ? &last : nullptr,
-                    {.norm = lw.attn_norm, .y = activations.normed, .mix = lw.attn_mix});
+      ends.norm = make_input(is_added ? nullptr : &last,
+                             {.norm = lw.attn_norm, .y = activations.normed, .mix = lw.attn_mix},
+                             traits.takes_norm && lw.attn_conv.base == nullptr);
     }
     if (taps_layers) tap_layer(layer);
     capture_layer(ctx, taps.captures, layer, activations.residual, c.hidden);
     convolve_input(ctx, lw.attn_conv, rows, activations);
     const void* const input = has_input ? first_input : activations.normed;
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
+    AttentionPass pass = attention_pass(layer, input, rows, groups, activations,
+                                        layer == num_whole ? output : nullptr);
     if (layer == num_whole) {
-      attention(ctx, layer, attention_pass(layer, input, rows, groups, activations, output));
+      pass.ends = ends;
+      attention(ctx, layer, pass);
       finish_rows(ctx, layer, attended, *output, activations);
       return;
     }
-    attention(ctx, layer,
-              attention_pass(layer, input, rows, groups, activations, /*output=*/nullptr));
+    ends.residual = residual_of(ctx, traits.last, attended, lw.attn_conv, rows, activations);
+    pass.ends = ends;
+    attention(ctx, layer, pass);
     convolve_output(ctx, lw.attn_conv, rows, activations);
-    residual.join(&attended, {.norm = lw.mlp_norm, .y = activations.normed, .mix = lw.mlp_mix});
+    const BranchTraits mlp_traits = branch_traits(c.layers[layer].mlp, lw.mlp);
+    BranchEnds mlp_ends;
+    mlp_ends.norm = make_input(ends.residual != nullptr ? nullptr : &attended,
+                               {.norm = lw.mlp_norm, .y = activations.normed, .mix = lw.mlp_mix},
+                               mlp_traits.takes_norm && lw.mlp_conv.base == nullptr);
     convolve_input(ctx, lw.mlp_conv, rows, activations);
-    last = {
-        .norm = lw.mlp_post_norm, .scale = nullptr, .places = mlp(ctx, layer, rows, activations)};
+    last = {.norm = lw.mlp_post_norm, .scale = has_per_layer ? nullptr : lw.scale};
+    mlp_ends.residual =
+        has_per_layer ? nullptr
+                      : residual_of(ctx, mlp_traits.last, last, lw.mlp_conv, rows, activations);
+    last.places = mlp(ctx, layer, rows, activations, mlp_ends);
+    is_added = mlp_ends.residual != nullptr;
     convolve_output(ctx, lw.mlp_conv, rows, activations);
     if (has_per_layer) {
       residual.join(&last, {.y = activations.normed});
       per_layer_branch(ctx, layer, rows, activations);
-      last = {.norm = lw.per_layer_norm, .scale = nullptr};
+      last = {.norm = lw.per_layer_norm, .scale = lw.scale};
     }
-    last.scale = lw.scale;
   }
   if (c.streams.count > 1) {
     residual.join(&last, {});
     if (taps_layers) tap_layer(num_layers);
     if (last_tap != nullptr) residual.copy_to(last_tap, taps.width);
-  } else {
-    residual.join(&last, {.norm = last_tap != nullptr ? w.final_norm : nullptr, .y = last_tap});
+  } else if (!is_added || last_tap != nullptr) {
+    residual.join(is_added ? nullptr : &last,
+                  {.norm = last_tap != nullptr ? w.final_norm : nullptr, .y = last_tap});
   }
 }
 
@@ -393,8 +451,9 @@ void Decoder::finish_rows(Ctx& ctx, int32_t layer, const Branch& attended, const
   picked.residual = output.residual;
   const Residual<Ctx> residual(ctx, row_count(output.rows), c, picked);
   residual.join(&attended, {.norm = lw.mlp_norm, .y = picked.normed, .mix = {}});
-  const Branch last = {
-      .norm = lw.mlp_post_norm, .scale = lw.scale, .places = mlp(ctx, layer, output.rows, picked)};
+  const Branch last = {.norm = lw.mlp_post_norm,
+                       .scale = lw.scale,
+                       .places = mlp(ctx, layer, output.rows, picked, /*ends=*/{})};
   residual.join(&last, {});
 }
 

@@ -144,7 +144,14 @@ class Decoder {
   template <class Ctx>
   [[nodiscard]] std::optional<CombineExpertsParams> mlp(Ctx& ctx, int32_t layer,
                                                         const PassRows& rows,
-                                                        const Activations& activations) const;
+                                                        const Activations& activations,
+                                                        const BranchEnds& ends) const;
+  // The residual that a branch with this last product adds its output to by itself; null: it joins
+  // in an op of its own, as it does where more than the sum is made of it.
+  template <class Ctx>
+  [[nodiscard]] float* residual_of(const Ctx& ctx, const Linear* last, const Branch& branch,
+                                   const BlockConvWeights& conv, const PassRows& rows,
+                                   const Activations& activations) const;
   // The convolution around a branch (BlockConvConfig), which does nothing in a model without it:
   // of the branch's input, with the deltas of both, and of its output.
   template <class Ctx>

@@ -55,6 +55,24 @@ void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Project
   ctx.run(gemm, gemm_params(rows, linear, p));
 }
 
+// The first product of a branch, and the op that makes its input, if that is left to it.
+template <class Ctx>
+void project_input(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
+                   const BranchEnds& ends) {
+  if (!ends.norm) return project(ctx, rows, linear, p);
+  ctx.run(normed_gemm,
+          NormedGemmParams{.norm = *ends.norm, .product = gemm_params(rows, linear, p)});
+}
+
+// The last product of a branch, whose y is activations.branch.
+template <class Ctx>
+void project_branch(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
+                    const BranchEnds& ends) {
+  if (ends.residual == nullptr) return project(ctx, rows, linear, p);
+  ctx.run(added_gemm,
+          AddedGemmParams{.product = gemm_params(rows, linear, p), .residual = ends.residual});
+}
+
 // The last layer's queries of the rows whose output is read -> output.qkv, `width` wide.
 template <class Ctx>
 void pick_queries(Ctx& ctx, const OutputRows& output, const Activations& activations,

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "device/device_arena.h"
@@ -13,7 +14,9 @@
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
 #include "model/description/decoder_config.h"
+#include "model/weights/linear.h"
 #include "ops/latent.h"
+#include "ops/ops.h"
 
 namespace paceline {
 
@@ -35,6 +38,27 @@ struct RopeTable {
   const float* sin;
 };
 
+// What a branch (attention or MLP) does besides its own work, in the same launches where it can.
+struct BranchEnds {
+  // The op that makes the branch's input, which the branch runs before its first product. Only for
+  // kinds that takes_norm().
+  std::optional<RmsNormParams> norm = std::nullopt;
+  // [rows, hidden]: the branch adds its output to it, and activations.branch stays as it is; null:
+  // the output is activations.branch. Only for kinds with a last_product().
+  float* residual = nullptr;
+};
+
+// Whether the first product of a kind's branch is the only reader of its input.
+template <class Kind, class Weights>
+[[nodiscard]] bool takes_norm(const Kind&, const Weights&) {
+  return false;
+}
+// The product whose output is that of the branch; null: the kind has none, or something follows it.
+template <class Kind, class Weights>
+[[nodiscard]] const Linear* last_product(const Kind&, const Weights&) {
+  return nullptr;
+}
+
 // The attention of a layer for some rows. It reads `input`, and its output is activations.branch.
 struct AttentionPass {
   const DecoderConfig& config;
@@ -47,6 +71,7 @@ struct AttentionPass {
   std::span<const GroupId> store_groups;   // the group of each
   std::span<const RopeTable> rope_tables;  // by DecoderConfig::ropes
   int32_t rope_offset;                     // rows are rotated to positions this much higher
+  BranchEnds ends = {};
 
   [[nodiscard]] const GroupMetadata& metadata(std::span<const GroupMetadata> of,
                                               size_t store = 0) const {
@@ -68,6 +93,7 @@ struct MlpPass {
   const PassRows& rows;
   const Activations& activations;
   int64_t* expert_counters;  // SortExpertRowsParams::counters, or null without a mixture
+  BranchEnds ends = {};
 };
 
 // What the scratch of a kind depends on besides its configuration.

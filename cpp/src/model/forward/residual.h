@@ -46,27 +46,32 @@ class Residual {
   // where the places of experts join several streams.
   void join(const Branch* branch, const BranchInput& next) const {
     if (config_.streams.count > 1) return join_several(branch, next);
-    const bool has_branch = branch != nullptr;
-    const RmsNormParams norm = {.num_rows = rows_.num_rows,
-                                .max_rows = rows_.max_rows,
-                                .x = has_branch ? activations_.branch : activations_.residual,
-                                .x_stride = config_.hidden,
-                                .residual = has_branch ? activations_.residual : nullptr,
-                                .weight = next.norm,
-                                .weight_offset = config_.norm_weight_offset,
-                                .eps = config_.norm_eps,
-                                .y = next.y,
-                                .y_stride = config_.hidden,
-                                .hidden = config_.hidden,
-                                .x_weight = has_branch ? branch->norm : nullptr,
-                                .residual_scale = has_branch ? branch->scale : nullptr,
-                                .x_dtype = has_branch ? activations_.dtype : DType::kFloat32,
-                                .y_dtype = activations_.dtype};
-    if (has_branch && branch->places.has_value()) {
+    const RmsNormParams norm = join_params(branch, next);
+    if (branch != nullptr && branch->places.has_value()) {
       ctx_.run(combine_and_norm, CombineAndNormParams{.combine = *branch->places, .norm = norm});
     } else {
       ctx_.run(rms_norm, norm);
     }
+  }
+
+  // The op of `join` with one stream, without the places of experts.
+  [[nodiscard]] RmsNormParams join_params(const Branch* branch, const BranchInput& next) const {
+    const bool has_branch = branch != nullptr;
+    return {.num_rows = rows_.num_rows,
+            .max_rows = rows_.max_rows,
+            .x = has_branch ? activations_.branch : activations_.residual,
+            .x_stride = config_.hidden,
+            .residual = has_branch ? activations_.residual : nullptr,
+            .weight = next.norm,
+            .weight_offset = config_.norm_weight_offset,
+            .eps = config_.norm_eps,
+            .y = next.y,
+            .y_stride = config_.hidden,
+            .hidden = config_.hidden,
+            .x_weight = has_branch ? branch->norm : nullptr,
+            .residual_scale = has_branch ? branch->scale : nullptr,
+            .x_dtype = has_branch ? activations_.dtype : DType::kFloat32,
+            .y_dtype = activations_.dtype};
   }
 
   // Copies the residual as it is, with all its streams, to y [rows, residual_width], rows y_stride

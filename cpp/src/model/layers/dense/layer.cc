@@ -15,26 +15,34 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const DenseMlp& m, const D
                                             const MlpPass& pass) {
   const PassRows& rows = pass.rows;
   const Activations& activations = pass.activations;
-  ctx.run(activated_gemm,
-          ActivatedGemmParams{.product = gemm_params(row_count(rows), w.gate_up,
-                                                     {.x = activations.normed,
-                                                      .y = activations.gate_up,
-                                                      .x_dtype = activations.dtype,
-                                                      .y_dtype = activations.dtype}),
-                              .activation = {.num_rows = rows.num_rows,
-                                             .max_rows = rows.capacity,
-                                             .x = activations.gate_up,
-                                             .y = activations.activated,
-                                             .intermediate = m.intermediate,
-                                             .activation = m.activation,
-                                             .dtype = activations.dtype,
-                                             .alpha = m.alpha,
-                                             .limit = m.limit}});
-  project(ctx, row_count(rows), w.down,
-          {.x = activations.activated,
-           .y = activations.branch,
-           .x_dtype = activations.dtype,
-           .y_dtype = activations.dtype});
+  const ActivatedGemmParams gate_up = {.product = gemm_params(row_count(rows), w.gate_up,
+                                                              {.x = activations.normed,
+                                                               .y = activations.gate_up,
+                                                               .x_dtype = activations.dtype,
+                                                               .y_dtype = activations.dtype}),
+                                       .activation = {.num_rows = rows.num_rows,
+                                                      .max_rows = rows.capacity,
+                                                      .x = activations.gate_up,
+                                                      .y = activations.activated,
+                                                      .intermediate = m.intermediate,
+                                                      .activation = m.activation,
+                                                      .dtype = activations.dtype,
+                                                      .alpha = m.alpha,
+                                                      .limit = m.limit}};
+  if (pass.ends.norm) {
+    ctx.run(normed_gemm, NormedGemmParams{.norm = *pass.ends.norm,
+                                          .product = gate_up.product,
+                                          .activation = gate_up.activation,
+                                          .has_activation = true});
+  } else {
+    ctx.run(activated_gemm, gate_up);
+  }
+  project_branch(ctx, row_count(rows), w.down,
+                 {.x = activations.activated,
+                  .y = activations.branch,
+                  .x_dtype = activations.dtype,
+                  .y_dtype = activations.dtype},
+                 pass.ends);
   return std::nullopt;
 }
 

@@ -12,6 +12,11 @@
 
 namespace paceline {
 
+[[nodiscard]] inline bool takes_norm(const DenseMlp&, const DenseMlpWeights&) { return true; }
+[[nodiscard]] inline const Linear* last_product(const DenseMlp&, const DenseMlpWeights& weights) {
+  return &weights.down;
+}
+
 // Returns nothing: only a mixture leaves an op to the caller.
 template <class Ctx>
 [[nodiscard]] std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const DenseMlp& mlp,

@@ -118,11 +118,12 @@ void attend(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeigh
                         }},
              metadata);
   if (a.has_output_gate) apply_gate(ctx, a, w, rows, input, activations);
-  project(ctx, row_count(rows), w.o,
-          {.x = activations.attention,
-           .y = activations.branch,
-           .x_dtype = activations.dtype,
-           .y_dtype = activations.dtype});
+  project_branch(ctx, row_count(rows), w.o,
+                 {.x = activations.attention,
+                  .y = activations.branch,
+                  .x_dtype = activations.dtype,
+                  .y_dtype = activations.dtype},
+                 pass.ends);
 }
 
 }  // namespace
@@ -131,11 +132,12 @@ template <class Ctx>
 void run_attention(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeights& w,
                    const AttentionPass& pass) {
   const Activations& activations = pass.activations;
-  project(ctx, row_count(pass.rows), w.qkv,
-          {.x = pass.input,
-           .y = activations.qkv,
-           .x_dtype = activations.dtype,
-           .y_dtype = activations.dtype});
+  project_input(ctx, row_count(pass.rows), w.qkv,
+                {.x = pass.input,
+                 .y = activations.qkv,
+                 .x_dtype = activations.dtype,
+                 .y_dtype = activations.dtype},
+                pass.ends);
   rotate_and_append(ctx, a, w, pass, /*has_queries=*/true);
   if (pass.output == nullptr) {
     return attend(ctx, a, w, pass, pass.rows, pass.groups, pass.input, activations);

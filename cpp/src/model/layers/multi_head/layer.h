@@ -27,6 +27,15 @@ struct KindWidths<MultiHeadAttention> {
   using Type = MultiHeadWidths;
 };
 
+[[nodiscard]] inline bool takes_norm(const MultiHeadAttention& attention,
+                                     const MultiHeadAttentionWeights&) {
+  return !attention.has_output_gate;  // which reads the input, too
+}
+[[nodiscard]] inline const Linear* last_product(const MultiHeadAttention&,
+                                                const MultiHeadAttentionWeights& weights) {
+  return &weights.o;
+}
+
 template <class Ctx>
 void run_attention(Ctx& ctx, const MultiHeadAttention& attention,
                    const WeightsOf<MultiHeadAttention>& weights, const AttentionPass& pass);

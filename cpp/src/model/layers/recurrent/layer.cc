@@ -33,8 +33,9 @@ void run_attention(Ctx& ctx, const RecurrentAttention& attention,
   const auto* const records = std::get_if<FullMetadata>(&pass.metadata(pass.groups, 1));
   PACELINE_CHECK(states != nullptr && records != nullptr && pass.output == nullptr,
                  "a recurrent layer has states, records and the output of all rows");
-  project(ctx, row_count(rows), w.in,
-          {.x = pass.input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
+  project_input(ctx, row_count(rows), w.in,
+                {.x = pass.input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype},
+                pass.ends);
   const bool is_joined = attention.joins_ba();
   const auto& own = activations.of<RecurrentScratch>();
   if (!is_joined) {
@@ -70,9 +71,10 @@ void run_attention(Ctx& ctx, const RecurrentAttention& attention,
               .row_indptr = rows.row_indptr,
               .max_seqs = rows.max_seqs,
               .max_rows_per_seq = rows.max_rows_per_seq});
-  project(
+  project_branch(
       ctx, row_count(rows), w.o,
-      {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype});
+      {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype},
+      pass.ends);
 }
 
 template void run_attention<CpuContext>(CpuContext&, const RecurrentAttention&,

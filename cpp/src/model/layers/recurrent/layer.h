@@ -27,6 +27,15 @@ struct KindWidths<RecurrentAttention> {
   using Type = RecurrentWidths;
 };
 
+[[nodiscard]] inline bool takes_norm(const RecurrentAttention& attention,
+                                     const RecurrentAttentionWeights&) {
+  return attention.joins_ba();  // else b and a are a second product
+}
+[[nodiscard]] inline const Linear* last_product(const RecurrentAttention&,
+                                                const RecurrentAttentionWeights& weights) {
+  return &weights.o;
+}
+
 template <class Ctx>
 void run_attention(Ctx& ctx, const RecurrentAttention& attention,
                    const WeightsOf<RecurrentAttention>& weights, const AttentionPass& pass);
