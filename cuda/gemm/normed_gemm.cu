@@ -17,8 +17,8 @@ namespace {
 // Sums of squares and barriers take the rest.
 constexpr int32_t kMaxNormedBytes = kMaxSharedBytes - 1024;
 
-// The rows of a block in shared memory, and what the last product reads behind them.
-int64_t rows_bytes(int32_t k) { return int64_t{kNormedTileRows} * k * 2 + 1024; }
+// The row in shared memory, and what the last product reads behind it.
+int64_t row_bytes(int32_t k) { return int64_t{kNormedTileRows} * k * 2 + 1024; }
 
 template <int32_t weights, int32_t vectors>
 void launch_shape(CudaContext& ctx, const NormedGemmParams& p) {
@@ -37,7 +37,7 @@ void launch_shape(CudaContext& ctx, const NormedGemmParams& p) {
   const int32_t num_tiles = (n + tile_columns - 1) / tile_columns;
   const int32_t waves = (num_tiles + ctx.num_sms - 1) / ctx.num_sms;
   constexpr int32_t kStagedBytes = StagedTile<__nv_bfloat16, typename Shape::Base>::kBytes;
-  const auto other_bytes = static_cast<int32_t>(rows_bytes(k)) + kStagedBytes;
+  const auto other_bytes = static_cast<int32_t>(row_bytes(k)) + kStagedBytes;
   const int32_t num_stages =
       std::min(kMaxStages, (kMaxNormedBytes - 1024 - other_bytes) / Shape::kStageBytes);
   const NormedGemmArgs args = {
@@ -57,7 +57,6 @@ void launch_shape(CudaContext& ctx, const NormedGemmParams& p) {
                                              .limit = p.activation.limit}
                                  : GatedRows{}},
       .norm = {.x = static_cast<const float*>(p.norm.x),
-               .x_stride = p.norm.x_stride,
                .weight = p.norm.weight,
                .weight_offset = p.norm.weight_offset,
                .eps = p.norm.eps,
@@ -94,8 +93,8 @@ bool takes_norm(const CudaContext& ctx, const NormedGemmParams& p) {
                              norm.x_dtype == DType::kFloat32 && norm.y_dtype == DType::kBFloat16 &&
                              fits_registers(norm);
   return is_norm_alone && norm.hidden == k && norm.y == p.product.x && k % (2 * 64) == 0 &&
-         p.product.max_rows <= kMaxNormedRows && p.product.y_dtype == DType::kBFloat16 &&
-         rows_bytes(k) <= kMaxRingBytes / 2 && !ctx.is_portable;
+         p.product.max_rows == 1 && p.product.y_dtype == DType::kBFloat16 &&
+         row_bytes(k) <= kMaxRingBytes / 2 && !ctx.is_portable;
 }
 
 void launch_normed_gemm(CudaContext& ctx, const NormedGemmParams& p) {

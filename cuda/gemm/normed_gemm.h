@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Products of few rows whose kernel also computes what stands before them: the norm of their rows.
+// Products of one row whose kernel also computes what stands before them: the norm of the row.
 
 #include "ops/ops.h"
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// y = norm(x) W^T for one row or two, in one launch. Each block normalises the rows itself and
-// keeps them in shared memory, then computes its share of the tiles. A norm of its own would cost a
-// launch and a round through memory; here the ring of weights fills meanwhile. With four rows it
-// took longer than two launches: every block must have read all rows before its first product.
+// y = norm(x) W^T for one row, in one launch. Each block normalises the row itself and keeps it in
+// shared memory, then computes its share of the tiles. A norm of its own would cost a launch and a
+// round through memory; here the ring of weights fills meanwhile. With four rows it took longer
+// than two launches: every block must have read all rows before its first product.
 //
 // Bits are those of the two ops. The sum of squares has the order of norm/rms_norm.cu: that of its
 // block's warps, which are virtual here, since this block has fewer. Each output is the sum that
@@ -28,10 +28,9 @@
 
 namespace paceline::cuda {
 
-// The norm before a product.
-struct NormOfRows {
-  const float* x;  // [max_rows, k], rows x_stride apart
-  int64_t x_stride;
+// The norm before a product of one row.
+struct NormOfRow {
+  const float* x;       // [k]
   const float* weight;  // [k]
   float weight_offset;
   float eps;
@@ -40,13 +39,12 @@ struct NormOfRows {
 
 struct NormedGemmArgs {
   GemmArgs gemm;
-  NormOfRows norm;
+  NormOfRow norm;
   int32_t num_tiles;
 };
 
 inline constexpr int32_t kMaxVirtualWarps = kMaxRegisterThreads / 32;
-inline constexpr int32_t kMaxNormedRows = 2;
-// The swizzle spans as many; those behind the rows are whatever lies there.
+// The swizzle spans eight rows; those behind the first are whatever lies there.
 inline constexpr int32_t kNormedTileRows = 8;
 
 // The block of a normed product with tiles of `weights` rows. `vectors` of a row are a lane's of a
@@ -64,12 +62,11 @@ struct NormedShape : Tile<RowsAre::kWeights, 1, 16, 2, 16, weights == 64 ? 0 : w
   static constexpr int32_t kStageDepth = Base::kSteps * Base::kDepth;
 };
 
-// Writes the normalised rows to shared memory, in tiles of 64 columns by kNormedTileRows rows, and
+// Writes the normalised row to shared memory, in tiles of 64 columns by kNormedTileRows rows, and
 // ends with a barrier. Called by the warps of the norm.
 template <class Shape>
-__device__ __forceinline__ void normalise_rows(
-    const NormOfRows& norm, const int32_t* num_rows_at, int32_t max_rows, int32_t k,
-    uint32_t tokens, float (&partials)[kMaxNormedRows][kMaxVirtualWarps]) {
+__device__ __forceinline__ void normalise_row(const NormOfRow& norm, int32_t k, uint32_t tokens,
+                                              float (&partials)[kMaxVirtualWarps]) {
   constexpr int32_t kVectors = Shape::kVectors;
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int32_t lane = thread % 32;
@@ -91,62 +88,44 @@ __device__ __forceinline__ void normalise_rows(
     }
   }
   wait_for_predecessor();
-  // Rows are read before it is known whether they exist: one latency instead of two.
-  const int32_t num_rows = min(*num_rows_at, max_rows);
-  float x[kMaxNormedRows][Shape::kLaneWarps][kVectors][kPerVector] = {};
+  float x[Shape::kLaneWarps][kVectors][kPerVector] = {};
 #pragma unroll
-  for (int32_t row = 0; row < kMaxNormedRows; ++row) {
-    if (row >= max_rows) break;
+  for (int32_t w = 0; w < Shape::kLaneWarps; ++w) {
 #pragma unroll
-    for (int32_t w = 0; w < Shape::kLaneWarps; ++w) {
-#pragma unroll
-      for (int32_t v = 0; v < kVectors; ++v) {
-        if (vector[w][v] < 0) continue;
-        load_vector(norm.x + row * norm.x_stride + vector[w][v] * kPerVector, x[row][w][v]);
-      }
+    for (int32_t v = 0; v < kVectors; ++v) {
+      if (vector[w][v] >= 0) load_vector(norm.x + vector[w][v] * kPerVector, x[w][v]);
     }
   }
 #pragma unroll
-  for (int32_t row = 0; row < kMaxNormedRows; ++row) {
+  for (int32_t w = 0; w < Shape::kLaneWarps; ++w) {
+    float squares = 0.0f;
 #pragma unroll
-    for (int32_t w = 0; w < Shape::kLaneWarps; ++w) {
-      float squares = 0.0f;
+    for (int32_t v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int32_t v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int32_t i = 0; i < kPerVector; ++i) {
-          squares = fmaf(x[row][w][v][i], x[row][w][v][i], squares);
-        }
-      }
-      squares = warp_sum(squares);
-      if (lane == 0) partials[row][thread / 32 + w * Shape::kNormWarps] = squares;
+      for (int32_t i = 0; i < kPerVector; ++i) squares = fmaf(x[w][v][i], x[w][v][i], squares);
     }
+    squares = warp_sum(squares);
+    if (lane == 0) partials[thread / 32 + w * Shape::kNormWarps] = squares;
   }
   asm volatile("bar.sync 2, %0;" ::"n"(Shape::kNormThreads) : "memory");
+  const float factor = norm_factor(tree_sum<kMaxVirtualWarps>(partials), inverse_k, norm.eps);
 #pragma unroll
-  for (int32_t row = 0; row < kMaxNormedRows; ++row) {
-    if (row >= num_rows) break;
-    const float factor =
-        norm_factor(tree_sum<kMaxVirtualWarps>(partials[row]), inverse_k, norm.eps);
+  for (int32_t w = 0; w < Shape::kLaneWarps; ++w) {
 #pragma unroll
-    for (int32_t w = 0; w < Shape::kLaneWarps; ++w) {
+    for (int32_t v = 0; v < kVectors; ++v) {
+      if (vector[w][v] < 0) continue;
+      uint32_t words[kPerVector / 2];
 #pragma unroll
-      for (int32_t v = 0; v < kVectors; ++v) {
-        if (vector[w][v] < 0) continue;
-        uint32_t words[kPerVector / 2];
-#pragma unroll
-        for (int32_t i = 0; i < kPerVector; i += 2) {
-          words[i / 2] = pack(x[row][w][v][i] * (factor * scale[w][v][i]),
-                              x[row][w][v][i + 1] * (factor * scale[w][v][i + 1]));
-        }
-        const int32_t tile = vector[w][v] / 8;
-        const int32_t unit = (vector[w][v] % 8) ^ row;
-        const auto to =
-            static_cast<uint32_t>((tile * kNormedTileRows + row) * Shape::kRowBytes + unit * 16);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(tokens + to), "r"(words[0]),
-                     "r"(words[1]), "r"(words[2]), "r"(words[3])
-                     : "memory");
+      for (int32_t i = 0; i < kPerVector; i += 2) {
+        words[i / 2] = pack(x[w][v][i] * (factor * scale[w][v][i]),
+                            x[w][v][i + 1] * (factor * scale[w][v][i + 1]));
       }
+      // In the first row of a tile the swizzle changes nothing.
+      const auto to = static_cast<uint32_t>(vector[w][v] / 8 * kNormedTileRows * Shape::kRowBytes +
+                                            vector[w][v] % 8 * 16);
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(tokens + to), "r"(words[0]),
+                   "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
     }
   }
   fence_shared_for_wgmma();
@@ -194,7 +173,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) std::byte normed_storage[];
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
-  __shared__ __align__(16) float partials[kMaxNormedRows][kMaxVirtualWarps];
+  __shared__ __align__(16) float partials[kMaxVirtualWarps];
   const GemmArgs& gemm = args.gemm;
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const Ring<Shape> ring = {
@@ -204,7 +183,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       .empty = empty,
       .num_stages = gemm.num_stages,
       .arriving_bytes = Shape::kStageBytes};
-  // Behind the ring: the rows, in tiles of 64 columns, and the tile of y.
+  // Behind the ring: the row, in tiles of 64 columns, and the tile of y.
   constexpr int32_t kTileBytes = kNormedTileRows * Shape::kRowBytes;
   std::byte* const rows = ring.data + gemm.num_stages * Shape::kStageBytes;
   const int32_t num_blocks = gemm.k / Shape::kStageDepth;
@@ -223,8 +202,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (thread == Shape::kNormThreads) request_tiles<Shape>(ring, &weight_map, args, num_blocks);
     return;
   }
-  normalise_rows<Shape>(args.norm, gemm.num_rows, gemm.max_rows, gemm.k, shared_address(rows),
-                        partials);
+  normalise_row<Shape>(args.norm, gemm.k, shared_address(rows), partials);
   if (thread >= Shape::kConsumers) return;
 
   const int32_t num_rows = min(*gemm.num_rows, gemm.max_rows);

@@ -169,10 +169,10 @@ TEST_F(JoinedProductBits, OfNormsAreThoseOfTheOpsAlone) {
        {NormedGemmSpec{6144, 4096}, NormedGemmSpec{.n = 12288, .k = 4096, .has_activation = true},
         NormedGemmSpec{5120, 2560, false, {}, true}, NormedGemmSpec{16384, 5120},
         NormedGemmSpec{.n = 424, .k = 128, .has_activation = true}, NormedGemmSpec{4104, 768}}) {
-    for (const int32_t num_rows : {1, 3, 4, 5, 8, 9}) {
+    for (const int32_t num_rows : {1, 2, 9}) {
       for (const int32_t num_sms : kNumSms) {
         if (num_sms > 0 && joined.k > 1000) continue;
-        const Rows rows = first_rows(num_rows, num_rows + (num_rows == 3 ? 2 : 0));
+        const Rows rows = first_rows(num_rows, num_rows);
         NormedGemmSpec alone = joined;
         alone.norms_alone = true;
         const OpInstance together = make_normed_gemm(joined, rows, base_seed());

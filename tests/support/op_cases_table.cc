@@ -124,7 +124,8 @@ void add_normed_gemms(TableBuilder& table) {
               make_normed_gemm, s, is_invariance_case);
   };
   constexpr DType kB = DType::kBFloat16;
-  // Rows that one launch norms, with one and with two vectors a lane, and those that it does not.
+  // A single row, with one or two vectors a lane, is normed in the product's launch, if the shape
+  // allows it.
   add({72, 128, false, {kB}, /*has_bias=*/true}, true);
   add({40, 136, false, {kB}}, false);
   add({6144, 512, false, {kB}}, true);
