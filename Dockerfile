@@ -10,7 +10,7 @@
 #
 #   docker build --target ray -t paceline:ray .
 #
-# The CUDA image needs an H100 or H200 and a driver for CUDA 13; without them it runs on the CPU.
+# The CUDA image needs an NVIDIA GPU since sm_80 and a driver for CUDA 13; without them it runs on the CPU.
 # Mount a folder at /cache to keep models from the hub between runs: -v "$HOME/.cache:/cache".
 
 FROM debian:bookworm-slim AS cpu-build

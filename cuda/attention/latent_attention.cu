@@ -1,65 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Latent attention: the kernel of latent_kernel.cuh, or the plain one, for which it is paged
-// attention with one KV head whose values are the first columns of its keys.
-
-#include <algorithm>
-#include <cstdint>
+// Latent attention: the kernel of latent_kernel.cuh, that of latent_portable.cu, or the plain one,
+// for which it is paged attention with one KV head whose values are the first columns of its keys.
 
 #include "attention/attention_common.cuh"
-#include "attention/latent_kernel.cuh"
+#include "attention/latent_launch.h"
+#include "attention/latent_shape.cuh"
 #include "attention/paged_attention_launch.cuh"
 #include "ops/latent.h"
 
 namespace paceline {
-namespace cuda::latent {
-namespace {
-
-template <int32_t rows>
-void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
-  using S = Shape<rows>;
-  constexpr auto* kKernel = &latent_attention_kernel<S>;
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, S::kSharedBytes, "latent_attention_kernel");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
-
-  const int64_t packed_rows = int64_t{p.max_rows_per_seq} * p.num_qo_heads;
-  const int64_t tiles_per_seq = std::max<int64_t>((packed_rows + S::kRows - 1) / S::kRows, 1);
-  int64_t tiles = p.max_seqs * tiles_per_seq;
-  if (p.row_indptr != nullptr) {
-    // An upper bound for every batch: each sequence rounds up at most once.
-    tiles = std::min(tiles, int64_t{p.max_rows} * p.num_qo_heads / S::kRows + p.max_seqs);
-  }
-  if (tiles == 0) return;
-  // One block a multiprocessor. Each block decides on the device how its tile's context is split.
-  const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
-  const int64_t splits = tiles > ctx.num_counters
-                             ? 1
-                             : std::clamp<int64_t>(ctx.num_sms / tiles, 1,
-                                                   std::clamp<int64_t>(max_chunks, 1, kMaxSplits));
-  const int64_t blocks = std::min<int64_t>(tiles, ctx.num_sms);
-  constexpr int64_t kStateBytes = S::kStateFloats * int64_t{sizeof(float)};
-  // Contexts of several segments that one block takes need room for a total.
-  const int64_t total_bytes = max_chunks > kSegmentChunks ? blocks * splits * kStateBytes : 0;
-  PACELINE_CHECK(total_bytes <= ctx.workspace_bytes, "the workspace has ", ctx.workspace_bytes,
-                 " bytes; ", name, " needs ", total_bytes);
-  const int64_t room = (ctx.workspace_bytes - total_bytes) / (tiles * kStateBytes);
-  const Plan plan = {.num_tiles = static_cast<int32_t>(tiles),
-                     .tiles_per_seq = static_cast<int32_t>(tiles_per_seq),
-                     .splits = static_cast<int32_t>(splits),
-                     .capacity = static_cast<int32_t>(std::min(room, max_chunks)),
-                     .states = reinterpret_cast<float*>(ctx.workspace + total_bytes),
-                     .totals = reinterpret_cast<float*>(ctx.workspace),
-                     .counters = reinterpret_cast<uint32_t*>(ctx.counters)};
-  launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(blocks), static_cast<uint32_t>(splits)),
-         dim3(kThreads), S::kSharedBytes, p, plan);
-}
-
-}  // namespace
-}  // namespace cuda::latent
-
 static_assert(kMaxCudaLatentRank == cuda::kMaxPlainValueDim);
 static_assert(kMaxCudaEntryWidth == cuda::kMaxPlainHeadDim);
 
@@ -105,15 +55,8 @@ void latent_attention(CudaContext& ctx, const LatentAttentionParams& latent) {
   }
   cuda::paged::prepare(p);
   PACELINE_CHECK(p.scale > 0.0f, "scale ", p.scale, " is not positive");
-  const int64_t packed_rows = int64_t{p.max_rows_per_seq} * p.num_qo_heads;
-  // The narrowest tile that holds all rows of a sequence, or the widest one. Batches that leave
-  // most multiprocessors idle even with 8 chunks a sequence take narrow tiles, which end earlier,
-  // though each of them reads the entries.
-  const int64_t narrow_tiles = p.max_seqs * ((packed_rows + 31) / 32);
-  if (8 * narrow_tiles <= ctx.num_sms) return cuda::latent::run<32>(ctx, kName, p);
-  if (packed_rows <= 32) return cuda::latent::run<32>(ctx, kName, p);
-  if (packed_rows <= 64) return cuda::latent::run<64>(ctx, kName, p);
-  cuda::latent::run<80>(ctx, kName, p);
+  if (ctx.is_portable) return cuda::latent::run_portable(ctx, kName, p);
+  cuda::latent::run_sm90a(ctx, kName, p);
 }
 
 }  // namespace paceline

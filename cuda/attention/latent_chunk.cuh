@@ -40,16 +40,6 @@ struct SharedArrays {
   const std::byte* addresses[2][kChunk];
 };
 
-// The position of a thread of a warpgroup.
-struct Position {
-  int32_t group;   // of the two that add values
-  int32_t thread;  // of the group
-  int32_t warp;
-  int32_t lane;
-  int32_t quad_row;
-  int32_t quad_lane;
-};
-
 __device__ __forceinline__ Position position_of(int32_t thread) {
   return {.group = static_cast<int32_t>(uniform(thread / 128)),
           .thread = thread % 128,

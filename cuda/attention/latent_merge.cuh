@@ -16,9 +16,9 @@
 
 #include <cstdint>
 
-#include "attention/latent_chunk.cuh"
 #include "attention/latent_shape.cuh"
 #include "common/launch.cuh"
+#include "common/ordering.cuh"
 
 namespace paceline::cuda::latent {
 
@@ -75,9 +75,7 @@ __device__ __forceinline__ uint32_t number_of(uint32_t blocks, uint32_t counter)
 }
 
 // Called by one thread of each block that will store states, early.
-__device__ __forceinline__ void count_begun(uint32_t* counter) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "n"(kBegun) : "memory");
-}
+__device__ __forceinline__ void count_begun(uint32_t* counter) { add_relaxed<kBegun>(counter); }
 
 // The part of a merge that a block does: part `index` of `count`, or nothing if count is 0.
 struct MergeShare {
@@ -91,12 +89,7 @@ struct MergeShare {
 __device__ __forceinline__ MergeShare wait_for_states(uint32_t* counter, int32_t split,
                                                       int32_t num_splits) {
   const auto all = static_cast<uint32_t>(num_splits);
-  uint32_t seen;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(seen)
-               : "l"(counter), "n"(kStored)
-               : "memory");
-  seen += kStored;
+  uint32_t seen = add_and_acquire<kStored>(counter) + kStored;
   const bool is_last = number_of(kStored, seen) == all;
   // A block leaves only while the counter shows that another one has not begun. Once all have
   // begun, the number of blocks that left is final, and every block that waits reads the same
@@ -108,7 +101,7 @@ __device__ __forceinline__ MergeShare wait_for_states(uint32_t* counter, int32_t
   }
   if (!is_last) {
     do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+      seen = poll_and_acquire(counter);
     } while (number_of(kStored, seen) < all);
   }
   const uint32_t left = number_of(kLeft, seen);

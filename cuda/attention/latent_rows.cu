@@ -342,10 +342,12 @@ constexpr int32_t kManyRows = 64;
 
 // Whether the kernels on tensor cores take products of `depth` by `columns` for each head, with
 // rows of x and y that are these numbers of elements apart.
-[[nodiscard]] bool fits_tiles(DType dtype, const LatentHeads& heads, int32_t depth, int32_t columns,
-                              const void* x, int64_t x_stride, const void* y) {
+[[nodiscard]] bool fits_tiles(const CudaContext& ctx, DType dtype, const LatentHeads& heads,
+                              int32_t depth, int32_t columns, const void* x, int64_t x_stride,
+                              const void* y) {
   return dtype == DType::kBFloat16 && depth % kHeadSlice == 0 && columns % kHeadColumns == 0 &&
-         head_shared_bytes(kManyRows, depth) <= kMaxHeadBytes && x_stride % 8 == 0 &&
+         head_shared_bytes(kManyRows, depth) <= kMaxHeadBytes &&
+         head_shared_bytes(kFewRows, depth) <= ctx.block_shared_bytes && x_stride % 8 == 0 &&
          is_vector_aligned(heads.kv_b.data) && is_vector_aligned(x) && is_vector_aligned(y);
 }
 
@@ -353,7 +355,7 @@ template <auto* kKernel, int32_t kRows, class Params>
 void launch_tile(CudaContext& ctx, const char* name, uint32_t column_tiles, int32_t depth,
                  const Params& p) {
   static const bool is_allowed = [&] {
-    allow_shared_bytes(kKernel, kMaxHeadBytes, name);
+    allow_shared_bytes(kKernel, std::min(kMaxHeadBytes, ctx.block_shared_bytes), name);
     return true;
   }();
   static_cast<void>(is_allowed);
@@ -362,11 +364,11 @@ void launch_tile(CudaContext& ctx, const char* name, uint32_t column_tiles, int3
          dim3(kHeadThreads), static_cast<size_t>(head_shared_bytes(kRows, depth)), p);
 }
 
-// Launches the kernel for few rows or the one for many.
+// Launches the kernel for few rows or the one for many, for which not every device has room.
 template <auto* kFew, auto* kMany, class Params>
 void launch_tiles(CudaContext& ctx, const char* name, uint32_t column_tiles, int32_t depth,
                   const Params& p) {
-  if (p.max_rows <= kFewRows) {
+  if (p.max_rows <= kFewRows || head_shared_bytes(kManyRows, depth) > ctx.block_shared_bytes) {
     launch_tile<kFew, kFewRows>(ctx, name, column_tiles, depth, p);
   } else {
     launch_tile<kMany, kManyRows>(ctx, name, column_tiles, depth, p);
@@ -391,7 +393,7 @@ void absorb_queries(CudaContext& ctx, const AbsorbQueriesParams& p) {
   cuda::check_heads(p.heads, p.dtype);
   const int32_t rank = p.heads.kv_b.k;
   const int32_t nope = p.heads.qk_nope_head_dim;
-  if (cuda::fits_tiles(p.dtype, p.heads, nope, rank, p.q, p.q_stride, p.y) &&
+  if (cuda::fits_tiles(ctx, p.dtype, p.heads, nope, rank, p.q, p.q_stride, p.y) &&
       p.qk_rope_head_dim % 8 == 0) {
     return cuda::launch_tiles<&cuda::absorb_queries_tile_kernel<cuda::kFewRows>,
                               &cuda::absorb_queries_tile_kernel<cuda::kManyRows>>(
@@ -413,7 +415,7 @@ void absorb_queries(CudaContext& ctx, const AbsorbQueriesParams& p) {
 void project_values(CudaContext& ctx, const ProjectValuesParams& p) {
   cuda::check_heads(p.heads, p.dtype);
   const int32_t rank = p.heads.kv_b.k;
-  if (cuda::fits_tiles(p.dtype, p.heads, rank, p.heads.v_head_dim, p.x,
+  if (cuda::fits_tiles(ctx, p.dtype, p.heads, rank, p.heads.v_head_dim, p.x,
                        int64_t{p.heads.num_heads} * rank, p.y)) {
     return cuda::launch_tiles<&cuda::project_values_tile_kernel<cuda::kFewRows>,
                               &cuda::project_values_tile_kernel<cuda::kManyRows>>(

@@ -18,6 +18,7 @@
 
 #include "attention/attention_common.cuh"
 #include "attention/paged_attention_rows.cuh"
+#include "common/ordering.cuh"
 
 namespace paceline::cuda::latent {
 
@@ -167,15 +168,7 @@ __device__ __forceinline__ bool find_tile(const PagedAttentionParams& p, const P
   return at < num_seqs && end > first;
 }
 
-// A barrier of `count` threads, by its number; 0 is __syncthreads.
-template <int32_t kCount>
-__device__ __forceinline__ void sync_threads(int32_t number) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kCount) : "memory");
-}
-template <int32_t kCount>
-__device__ __forceinline__ void arrive_threads(int32_t number) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kCount) : "memory");
-}
+// Numbers of barriers; 0 is __syncthreads.
 inline constexpr int32_t kConsumerBarrier = 1;
 inline constexpr int32_t kAdderBarrier = 2;
 inline constexpr int32_t kScorerBarrier = 3;
@@ -209,6 +202,16 @@ __device__ __forceinline__ Factors merge_factors(float max, float part_max) {
 __device__ __forceinline__ float merged(float value, float part, float keep, float take) {
   return __fmaf_rn(part, take, __fmul_rn(value, keep));
 }
+
+// The position of a thread of a warpgroup.
+struct Position {
+  int32_t group;   // of the two that add values
+  int32_t thread;  // of the group
+  int32_t warp;
+  int32_t lane;
+  int32_t quad_row;
+  int32_t quad_lane;
+};
 
 // A thread's floats of a state: four for each slice of the values and tile of eight rows. With
 // g = lane / 4 and t = lane % 4 of warp w they are columns 64 slice + 16 w + g (+ 8 in the second

@@ -44,7 +44,8 @@ void paged_attention(CudaContext& ctx, const PagedAttentionParams& params) {
     return;
   }
   cuda::paged::prepare(p);
-  const int32_t min_rows = cuda::prefill_min_rows(ctx, p);
+  // Where the prompts' kernel does not run, this one takes their rows, with the same bits.
+  const int32_t min_rows = ctx.is_portable ? 0 : cuda::prefill_min_rows(ctx, p);
   if (min_rows > 0) {
     // A batch of one sequence is the prefill kernel's, whatever rows it has.
     cuda::prefill_attention(ctx, kName, p, p.max_seqs == 1 ? 1 : min_rows);

@@ -87,7 +87,9 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
   } else {
     splits = 1;
   }
-  plan.cluster_blocks = splits >= 16 ? 8 : splits >= 8 ? 4 : splits >= 2 ? 2 : 1;
+  if (ctx.has_clusters) {
+    plan.cluster_blocks = splits >= 16 ? 8 : splits >= 8 ? 4 : splits >= 2 ? 2 : 1;
+  }
   splits = splits / plan.cluster_blocks * plan.cluster_blocks;
   launch_clusters(ctx, name, kKernel,
                   dim3(static_cast<uint32_t>(tiles.count), static_cast<uint32_t>(p.num_kv_heads),
@@ -103,22 +105,35 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
     using Long = Shape<kHeadDim, kMTiles, Ring::kLong>;
     const int64_t blocks = Tiles(p, Long::kRows).count * p.num_kv_heads;
     // Few enough to be split.
-    if (2 * blocks <= int64_t{Long::kMinBlocks} * ctx.num_sms) {
+    if (2 * blocks <= int64_t{Long::kMinBlocks} * ctx.num_sms &&
+        Long::kBlockBytes <= ctx.block_shared_bytes) {
       return launch_tiles<kHeadDim, kMTiles, Ring::kLong>(ctx, name, p);
     }
   }
   launch_tiles<kHeadDim, kMTiles, Ring::kShort>(ctx, name, p);
 }
 
-// Runs the smallest tile that holds the rows of a sequence, or the largest tile.
+// Whether a block of the device has room for an instance.
+template <int kHeadDim, int kMTiles>
+bool has_room(const CudaContext& ctx) {
+  return Shape<kHeadDim, kMTiles, Ring::kShort>::kBlockBytes <= ctx.block_shared_bytes;
+}
+
+// Runs the smallest tile that holds the rows of a sequence, or the largest tile. With 99 KB of
+// shared memory a block has no room for the largest tile of heads of 128, nor for the smallest one
+// of heads of 256, whose ring is longer.
 template <int kHeadDim, int kMaxMTiles>
 void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   const int64_t packed_rows = int64_t{p.max_rows_per_seq} * (p.num_qo_heads / p.num_kv_heads);
   if constexpr (kMaxMTiles >= 4) {
-    if (packed_rows > 32) return run_tiles<kHeadDim, 4>(ctx, name, p);
+    if (packed_rows > 32 && has_room<kHeadDim, 4>(ctx)) {
+      return run_tiles<kHeadDim, 4>(ctx, name, p);
+    }
   }
   if constexpr (kMaxMTiles >= 2) {
-    if (packed_rows > 16) return run_tiles<kHeadDim, 2>(ctx, name, p);
+    if (packed_rows > 16 || !has_room<kHeadDim, 1>(ctx)) {
+      return run_tiles<kHeadDim, 2>(ctx, name, p);
+    }
   }
   run_tiles<kHeadDim, 1>(ctx, name, p);
 }

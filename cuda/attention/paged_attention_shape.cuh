@@ -53,6 +53,8 @@ struct Shape {
   static constexpr int32_t kQOffset = kStages * kSliceBytes;
   static constexpr int32_t kPOffset = kQOffset + kQBytes;
   static constexpr int32_t kSharedBytes = kPOffset + kPBytes;
+  // What a block has of shared memory in all: the kernel's static arrays, too.
+  static constexpr int32_t kBlockBytes = kSharedBytes + kRows * 4 * (4 + 2 * kWarps) + 16;
   // Blocks that share an SM; static arrays and the system take some of its 228 KB, too.
   static constexpr int32_t kMinBlocks = kIsLong          ? (kSharedBytes <= 108 << 10 ? 2 : 1)
                                         : kMTiles == 4   ? 2

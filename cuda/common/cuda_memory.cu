@@ -18,9 +18,11 @@
 
 #include "base/boundary.h"
 #include "base/philox.h"
+#include "common/describe_device.h"
 #include "common/device_calls.h"
 #include "common/launch.cuh"
 #include "common/pack_rows.h"
+#include "device/cuda_support.h"
 #include "device/device_memory.h"
 
 namespace paceline {
@@ -38,8 +40,6 @@ void synchronize(cudaStream_t stream, const char* what) {
 }
 
 namespace {
-
-constexpr int32_t kSupportedCapability = 90;
 
 // A thread fills 8 elements from 128 random bits. The CPU's version is in dummy_weights.cc and
 // gives the same values.
@@ -345,6 +345,7 @@ void copy_on_device(CudaContext& ctx, void* to, const void* from, int64_t bytes)
 CudaStatus cuda_status() {
   return at_boundary([&] {
     CudaStatus status = {.is_built = true};
+    status.architectures = cuda::built_architectures();
     int count = 0;
     const cudaError_t found = cudaGetDeviceCount(&count);
     if (found != cudaSuccess || count == 0) {
@@ -363,11 +364,15 @@ CudaStatus cuda_status() {
     status.compute_capability = properties.major * 10 + properties.minor;
     status.num_sms = properties.multiProcessorCount;
     status.total_bytes = static_cast<int64_t>(properties.totalGlobalMem);
-    if (status.compute_capability != cuda::kSupportedCapability) {
-      status.reason = concat("GPU 0 is ", status.name, " (sm_", status.compute_capability,
-                             "); this version runs on: sm_90 (H100, H200)");
-      return status;
-    }
+    status.block_shared_bytes = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
+    status.sm_shared_bytes = static_cast<int64_t>(properties.sharedMemPerMultiprocessor);
+    const CudaKernels kernels =
+        cuda_kernels_for(status.name, status.compute_capability, status.architectures);
+    status.reason = kernels.reason;
+    if (!status.reason.empty()) return status;
+    const bool is_portable = !kernels.has_sm90a || cuda::asks_for_portable_kernels();
+    status.kernels = is_portable ? "portable" : "sm_90a";
+    status.has_been_run = has_cuda_capability_run(status.compute_capability);
     status.is_usable = true;
     return status;
   });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 namespace paceline {
 
@@ -10,12 +11,18 @@ struct CudaContext;
 namespace cuda {
 
 // Fills the members of `ctx` that say what GPU 0 is. Portable kernels are chosen on a device that
-// is not sm_90, and by PACELINE_PORTABLE=1 on any. Throws InvalidArgument for another value than 0
-// and 1.
+// does not run those of sm_90a, and where asks_for_portable_kernels. Throws Unsupported where the
+// build has no kernels for the device.
 void describe_device(CudaContext& ctx);
 
-// Whether GPU 0 runs the kernels of sm_90a.
+// Whether GPU 0 runs the kernels of sm_90a, and this build has them.
 [[nodiscard]] bool runs_sm90a();
+
+// Whether PACELINE_PORTABLE is 1. Throws InvalidArgument for another value than 0 and 1.
+[[nodiscard]] bool asks_for_portable_kernels();
+
+// The architectures that this build has kernels for: "80,90a".
+[[nodiscard]] std::string_view built_architectures();
 
 }  // namespace cuda
 }  // namespace paceline

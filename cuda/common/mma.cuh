@@ -141,14 +141,32 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+// Clusters exist since sm_90. Before, each block is its own, and a kernel that needs several blocks
+// in a cluster is never launched (CudaContext::is_portable).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define PACELINE_HAS_CLUSTERS 0
+#define PACELINE_CLUSTER_DIMS(blocks)
+#else
+#define PACELINE_HAS_CLUSTERS 1
+#define PACELINE_CLUSTER_DIMS(blocks) __cluster_dims__(blocks, 1, 1)
+#endif
+
 // A barrier for all threads of the cluster that have not exited, in two parts. A thread's writes to
 // global and shared memory before it arrives are visible to all threads after they have waited.
 // Without a cluster, the second part is a barrier of the block.
 __device__ __forceinline__ void cluster_arrive() {
+#if PACELINE_HAS_CLUSTERS
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#else
+  __threadfence();
+#endif
 }
 __device__ __forceinline__ void cluster_wait() {
+#if PACELINE_HAS_CLUSTERS
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#else
+  __syncthreads();
+#endif
 }
 __device__ __forceinline__ void cluster_barrier() {
   cluster_arrive();
@@ -157,25 +175,38 @@ __device__ __forceinline__ void cluster_barrier() {
 
 // The address of the shared variable `of` in block `rank` of the cluster, for instructions.
 __device__ __forceinline__ uint32_t cluster_address(const void* of, int32_t rank) {
+#if PACELINE_HAS_CLUSTERS
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(address)
                : "r"(shared_address(of)), "r"(rank));
   return address;
+#else
+  return shared_address(of);
+#endif
 }
+
+#if PACELINE_HAS_CLUSTERS
+#define PACELINE_CLUSTER_SPACE "shared::cluster"
+#else
+#define PACELINE_CLUSTER_SPACE "shared"
+#endif
 
 // Stores to the copy of the shared variable `to` in block `rank` of the cluster.
 __device__ __forceinline__ void store_to_cluster(int32_t* to, int32_t rank, int32_t value) {
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(cluster_address(to, rank)), "r"(value)
+  asm volatile("st." PACELINE_CLUSTER_SPACE ".s32 [%0], %1;" ::"r"(cluster_address(to, rank)),
+               "r"(value)
                : "memory");
 }
 
 __device__ __forceinline__ void store_to_cluster(float* to, int32_t rank, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(to, rank)), "f"(value)
+  asm volatile("st." PACELINE_CLUSTER_SPACE ".f32 [%0], %1;" ::"r"(cluster_address(to, rank)),
+               "f"(value)
                : "memory");
 }
 __device__ __forceinline__ void store_to_cluster(float4* to, int32_t rank, const float4& value) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address(to, rank)),
+  asm volatile("st." PACELINE_CLUSTER_SPACE
+               ".v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address(to, rank)),
                "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
 }
@@ -183,9 +214,15 @@ __device__ __forceinline__ void store_to_cluster(float4* to, int32_t rank, const
 // The address of the shared variable `of` in block `rank` of the cluster.
 template <class T>
 __device__ __forceinline__ const T* in_cluster(const T* of, int32_t rank) {
+#if PACELINE_HAS_CLUSTERS
   uint64_t address;
   asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(of), "r"(rank));
   return reinterpret_cast<const T*>(address);
+#else
+  return of;
+#endif
 }
+
+#undef PACELINE_CLUSTER_SPACE
 
 }  // namespace paceline::cuda

@@ -15,6 +15,38 @@ __device__ __forceinline__ void sync_some_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// The same with a number that need not be constant.
+template <int32_t kCount>
+__device__ __forceinline__ void sync_threads(int32_t number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kCount) : "memory");
+}
+template <int32_t kCount>
+__device__ __forceinline__ void arrive_threads(int32_t number) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kCount) : "memory");
+}
+
+// Adds without any order.
+template <uint32_t kAmount>
+__device__ __forceinline__ void add_relaxed(uint32_t* counter) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "n"(kAmount) : "memory");
+}
+// Adds, releases and acquires as arrive_and_acquire.
+template <uint32_t kAmount>
+__device__ __forceinline__ uint32_t add_and_acquire(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "n"(kAmount)
+               : "memory");
+  return before;
+}
+// The value, for a thread that waits for other blocks; acquires what they have released.
+__device__ __forceinline__ uint32_t poll_and_acquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 // Adds one and returns the former value. Releases what the block has written and a barrier has
 // ordered before the call, and acquires what other blocks have released in the same way.
 __device__ __forceinline__ int32_t arrive_and_acquire(int32_t* counter) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Makes compressed entries. A cluster of up to eight blocks makes the entry of a row; each block
-// has a part of the channels. Eight threads share the tokens of a channel, and their states (max,
-// sum, weighted sum) are merged in order, so an entry has the same bits in every batch.
+// has a part of the channels. Without clusters one block has all parts, one after the other. Eight
+// threads share the tokens of a channel, and their states (max, sum, weighted sum) are merged in
+// order, so an entry has the same bits in every batch.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,7 +24,7 @@ constexpr int32_t kThreads = 512;
 constexpr int32_t kWarps = kThreads / 32;
 constexpr int32_t kLanes = 64;                  // channels that a block takes at once
 constexpr int32_t kShares = kThreads / kLanes;  // threads of a channel
-constexpr int32_t kMaxBlocks = 8;               // of a cluster
+constexpr int32_t kMaxBlocks = 8;               // of a cluster: parts
 constexpr int32_t kTermsAtOnce = 8;
 
 // The softmax over some of the tokens of a channel.
@@ -112,11 +113,10 @@ __device__ __forceinline__ State own_state(const Inputs& in, int32_t channel, in
   return state;
 }
 
-// Channels of a block of a cluster. The tail must lie in one block; where it would not, the first
-// block has all channels.
-__device__ __forceinline__ int32_t channels_of_block(int32_t dim, int32_t tail,
-                                                     int32_t num_blocks) {
-  const int32_t even = max((dim + num_blocks - 1) / num_blocks, kLanes);
+// Channels of a part. The tail must lie in one part; where it would not, the first one has all
+// channels.
+__device__ __forceinline__ int32_t channels_of_part(int32_t dim, int32_t tail, int32_t num_parts) {
+  const int32_t even = max((dim + num_parts - 1) / num_parts, kLanes);
   return dim % even == 0 && tail <= even ? even : dim;
 }
 
@@ -129,30 +129,10 @@ __device__ __forceinline__ void store_value(const KvLayerView& view, std::byte* 
   }
 }
 
-// Grid: blocks of a cluster, rows, compressors.
-__global__ void __launch_bounds__(kThreads)
-    compress_kernel(const __grid_constant__ CompressParams p) {
-  __shared__ State states[kShares][kLanes];
-  __shared__ float values[kMaxCompressedHeadDim];  // of this block's channels
-  __shared__ __align__(16) float partials[kWarps];
-  __shared__ int32_t sums[kMaxBlocks];  // bits of the blocks' sums of squares
-  let_successor_start();
-  wait_for_predecessor();
-  const auto rank = static_cast<int32_t>(blockIdx.x);
-  const auto row = static_cast<int32_t>(blockIdx.y);
-  const Compressor& c = p.compressors[blockIdx.z];
-  // Blocks of a cluster have the same row, and leave together.
-  if (row >= min(*p.num_rows, p.max_rows)) return;
-  const int32_t seq_slot = p.seq_slot[row];
-  const int64_t slot = p.entry_slots[row];
-  if (seq_slot < 0 || slot < c.entries.block_size) return;
-  cluster_arrive();
-  const Inputs in = {p, c, seq_slot, p.positions[row] / p.tokens_per_entry};
-
-  const auto num_blocks = static_cast<int32_t>(gridDim.x);
-  const int32_t per_block = channels_of_block(c.dim, p.rope_head_dim, num_blocks);
-  const int32_t first = min(rank * per_block, c.dim);
-  const int32_t count = min(c.dim - first, per_block);
+// Makes the values of the channels [first, first + count), without the norm, and returns the
+// thread's part of the sum of their squares.
+__device__ __forceinline__ float combine_tokens(const Inputs& in, int32_t first, int32_t count,
+                                                State (&states)[kShares][kLanes], float* values) {
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int32_t lane = thread % kLanes;
   const int32_t share = thread / kLanes;
@@ -173,12 +153,51 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  const float own_sum = block_sum(squares, partials);
-  cluster_wait();  // all blocks have begun
-  if (thread < num_blocks) store_to_cluster(&sums[rank], thread, __float_as_int(own_sum));
-  cluster_barrier();
+  return squares;
+}
+
+// Grid: parts (of a cluster) or 1, rows, compressors.
+template <bool kIsCluster>
+__global__ void __launch_bounds__(kThreads)
+    compress_kernel(const __grid_constant__ CompressParams p, const int32_t num_parts) {
+  __shared__ State states[kShares][kLanes];
+  __shared__ float values[kMaxCompressedHeadDim];  // of this block's channels
+  __shared__ __align__(16) float partials[kWarps];
+  __shared__ int32_t sums[kMaxBlocks];  // bits of the parts' sums of squares
+  let_successor_start();
+  wait_for_predecessor();
+  const auto rank = static_cast<int32_t>(blockIdx.x);
+  const auto row = static_cast<int32_t>(blockIdx.y);
+  const Compressor& c = p.compressors[blockIdx.z];
+  // Blocks of a cluster have the same row, and leave together.
+  if (row >= min(*p.num_rows, p.max_rows)) return;
+  const int32_t seq_slot = p.seq_slot[row];
+  const int64_t slot = p.entry_slots[row];
+  if (seq_slot < 0 || slot < c.entries.block_size) return;
+  if constexpr (kIsCluster) cluster_arrive();
+  const Inputs in = {p, c, seq_slot, p.positions[row] / p.tokens_per_entry};
+
+  const int32_t per_part = channels_of_part(c.dim, p.rope_head_dim, num_parts);
+  const int32_t first = kIsCluster ? min(rank * per_part, c.dim) : 0;
+  const int32_t count = kIsCluster ? min(c.dim - first, per_part) : c.dim;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  if constexpr (kIsCluster) {
+    const float own_sum = block_sum(combine_tokens(in, first, count, states, values), partials);
+    cluster_wait();  // all blocks have begun
+    if (thread < num_parts) store_to_cluster(&sums[rank], thread, __float_as_int(own_sum));
+    cluster_barrier();
+  } else {
+    for (int32_t part = 0; part < num_parts; ++part) {
+      const int32_t begin = min(part * per_part, c.dim);
+      const int32_t size = min(c.dim - begin, per_part);
+      const float own_sum =
+          block_sum(combine_tokens(in, begin, size, states, values + begin), partials);
+      if (thread == 0) sums[part] = __float_as_int(own_sum);
+      __syncthreads();  // `partials` is written again
+    }
+  }
   float sum = 0.0f;
-  for (int32_t i = 0; i < num_blocks; ++i) sum = __fadd_rn(sum, __int_as_float(sums[i]));
+  for (int32_t i = 0; i < num_parts; ++i) sum = __fadd_rn(sum, __int_as_float(sums[i]));
   const float factor = rsqrtf(sum / static_cast<float>(c.dim) + p.norm_eps);
   for (int32_t i = thread; i < count; i += kThreads) {
     values[i] *= factor * (c.norm[first + i] + p.norm_weight_offset);
@@ -214,18 +233,23 @@ void compress(CudaContext& ctx, const CompressParams& p) {
   using namespace cuda;
   PACELINE_CHECK(p.num_compressors >= 1 && p.num_compressors <= kMaxCompressors, p.num_compressors,
                  " compressors");
-  int32_t num_blocks = 1;
+  int32_t num_parts = 1;
   for (int32_t i = 0; i < p.num_compressors; ++i) {
     const Compressor& c = p.compressors[i];
     PACELINE_CHECK(c.dim > 0 && c.dim <= kMaxCompressedHeadDim && p.rope_head_dim <= c.dim &&
                        p.rope_head_dim % 2 == 0,
                    "entries of ", c.dim, " elements, of which ", p.rope_head_dim, " rotate");
-    num_blocks = std::max(num_blocks, std::min((c.dim + kLanes - 1) / kLanes, kMaxBlocks));
+    num_parts = std::max(num_parts, std::min((c.dim + kLanes - 1) / kLanes, kMaxBlocks));
   }
-  launch_clusters(ctx, "compress", compress_kernel,
-                  dim3(static_cast<uint32_t>(num_blocks), static_cast<uint32_t>(p.max_rows),
-                       static_cast<uint32_t>(p.num_compressors)),
-                  dim3(kThreads), dim3(static_cast<uint32_t>(num_blocks)), 0, p);
+  const dim3 grid(static_cast<uint32_t>(num_parts), static_cast<uint32_t>(p.max_rows),
+                  static_cast<uint32_t>(p.num_compressors));
+  if (ctx.has_clusters) {
+    launch_clusters(ctx, "compress", compress_kernel<true>, grid, dim3(kThreads), dim3(grid.x), 0,
+                    p, num_parts);
+  } else {
+    launch(ctx, "compress", compress_kernel<false>, dim3(1, grid.y, grid.z), dim3(kThreads), 0, p,
+           num_parts);
+  }
 }
 
 }  // namespace paceline

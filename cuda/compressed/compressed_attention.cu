@@ -101,19 +101,19 @@ __global__ void __launch_bounds__(kPlainThreads)
 
 // --- launches ------------------------------------------------------------------------------------
 
-template <int kHeadTiles>
+template <class S>
 void launch_tiles(CudaContext& ctx, const CompressedAttentionParams& p, int32_t cluster_blocks) {
-  using S = Shape<kHeadTiles>;
-  constexpr auto* kKernel = &attention_kernel<kHeadTiles>;
+  constexpr auto* kKernel = &attention_kernel<S>;
+  const auto num_blocks = S::kIsCluster ? static_cast<uint32_t>(cluster_blocks) : 1;
   static const bool is_allowed = [] {
     allow_shared_bytes(kKernel, S::kSharedBytes, "compressed_attention");
     return true;
   }();
   static_cast<void>(is_allowed);
   launch_clusters(ctx, "compressed_attention", kKernel,
-                  dim3(static_cast<uint32_t>(cluster_blocks), static_cast<uint32_t>(p.max_rows),
+                  dim3(num_blocks, static_cast<uint32_t>(p.max_rows),
                        static_cast<uint32_t>((p.num_heads + S::kRows - 1) / S::kRows)),
-                  dim3(kThreads), dim3(static_cast<uint32_t>(cluster_blocks)), S::kSharedBytes, p);
+                  dim3(kThreads), dim3(num_blocks), S::kSharedBytes, p, cluster_blocks);
 }
 
 bool has_instance(const CompressedAttentionParams& p) {
@@ -147,12 +147,15 @@ void compressed_attention(CudaContext& ctx, const CompressedAttentionParams& p) 
   }
   // A row without compressed entries has one chunk, unless its window is long.
   const int32_t cluster_blocks = p.entry_end == nullptr ? 1 : kClusterBlocks;
+  if (!ctx.has_clusters) return launch_tiles<Shape<1, false>>(ctx, p, cluster_blocks);
   // Few rows: more blocks, which read the same keys from L2. Many: each block reads keys once for
   // all heads.
   const int32_t blocks_at_most = p.max_rows * (p.entry_end == nullptr ? 1 : 5);
-  if (4 * blocks_at_most <= ctx.num_sms) return launch_tiles<1>(ctx, p, cluster_blocks);
-  if (2 * blocks_at_most <= ctx.num_sms) return launch_tiles<2>(ctx, p, cluster_blocks);
-  launch_tiles<4>(ctx, p, cluster_blocks);
+  if (4 * blocks_at_most <= ctx.num_sms)
+    return launch_tiles<Shape<1, true>>(ctx, p, cluster_blocks);
+  if (2 * blocks_at_most <= ctx.num_sms)
+    return launch_tiles<Shape<2, true>>(ctx, p, cluster_blocks);
+  launch_tiles<Shape<4, true>>(ctx, p, cluster_blocks);
 }
 
 }  // namespace paceline

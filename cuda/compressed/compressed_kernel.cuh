@@ -7,6 +7,9 @@
 //      the keys' columns while the next slices arrive
 //   2. maxima and sums of the chunk over the warps, through shared memory
 //   3. O = O * keep + P V: warp w takes columns [64 w, 64 w + 64) over all keys
+// Without clusters one block walks the chunks of each of their blocks in turn, in less shared
+// memory: it has two slices of the keys at a time, reads each twice, and warp w takes 16 columns of
+// each slice. An output has the same sums in both.
 
 #include <cuda_bf16.h>
 
@@ -37,15 +40,29 @@ inline constexpr int32_t kColumnTiles = kWarpColumns / 8;
 static_assert(kChunk == kWarps * 16);
 
 // Tiles of 16 heads that a block takes, and its shared memory: keys, queries, probabilities. In the
-// end the accumulators, in float32, lie over the keys.
-template <int head_tiles>
+// end the accumulators of a block of a cluster, in float32, lie over the keys.
+template <int head_tiles, bool is_cluster>
 struct Shape {
   static constexpr int32_t kHeadTiles = head_tiles;
+  static constexpr bool kIsCluster = is_cluster;
   static constexpr int32_t kRows = 16 * head_tiles;
-  static constexpr int32_t kQOffset = kChunk * kHeadDim * 2;
+  static constexpr int32_t kSlots = kIsCluster ? kSlices : 2;  // of slices
+  static constexpr int32_t kSlotBytes = kChunk * kSliceUnits * 16;
+  static constexpr int32_t kQOffset = kSlots * kSlotBytes;
   static constexpr int32_t kPOffset = kQOffset + kRows * kHeadDim * 2;
   static constexpr int32_t kSharedBytes = kPOffset + kRows * kChunk * 2;
-  static_assert(kRows * kHeadDim * 4 <= kQOffset);
+  static_assert(!kIsCluster || kRows * kHeadDim * 4 <= kQOffset);
+
+  // Where unit `unit` of a slice of a key lies among the keys.
+  static __device__ __forceinline__ uint32_t key_at(int32_t key, int32_t slice, int32_t unit) {
+    if constexpr (kIsCluster) return swizzled(key, slice * kSliceUnits + unit, kUnits);
+    return static_cast<uint32_t>(slice % kSlots * kSlotBytes) + swizzled(key, unit, kSliceUnits);
+  }
+  // The first column of tile `n` of a warp.
+  static __device__ __forceinline__ int32_t column_at(int32_t warp, int32_t n) {
+    if constexpr (kIsCluster) return warp * kWarpColumns + n * 8;
+    return n / 2 * (kSliceUnits * 8) + warp * 16 + n % 2 * 8;
+  }
 };
 
 // The keys of a row: chunks of the window, then chunks of compressed entries.
@@ -105,6 +122,7 @@ class RowKeys {
 
 // Copies one slice of all keys of a chunk; a null key becomes zeros. Commits nothing. Four keys are
 // read before their copies: behind a copy, the compiler would read the next one only then.
+template <class S>
 __device__ __forceinline__ void request_keys(const std::byte* const* keys, const void* valid,
                                              int32_t slice, uint32_t to) {
   constexpr int32_t kAtOnce = 4;
@@ -119,7 +137,7 @@ __device__ __forceinline__ void request_keys(const std::byte* const* keys, const
     for (int32_t i = 0; i < kAtOnce; ++i) from[i] = keys[first + key + i * kStep];
 #pragma unroll
     for (int32_t i = 0; i < kAtOnce; ++i) {
-      cp_async_16(to + swizzled(first + key + i * kStep, unit, kUnits),
+      cp_async_16(to + S::key_at(first + key + i * kStep, slice, unit - slice * kSliceUnits),
                   from[i] == nullptr ? valid : from[i] + unit * 16, from[i] != nullptr);
     }
   }
@@ -150,8 +168,8 @@ __device__ __forceinline__ void score_slice(uint32_t keys, uint32_t queries, int
   for (int32_t k = 0; k < kSliceUnits / 2; ++k) {
     const int32_t unit = slice * kSliceUnits + 2 * k;
     uint32_t b[4];
-    ldmatrix_x4(b,
-                keys + swizzled(warp * 16 + lane % 8 + lane / 16 * 8, unit + lane / 8 % 2, kUnits));
+    ldmatrix_x4(
+        b, keys + S::key_at(warp * 16 + lane % 8 + lane / 16 * 8, slice, 2 * k + lane / 8 % 2));
 #pragma unroll
     for (int32_t m = 0; m < S::kHeadTiles; ++m) {
       uint32_t a[4];
@@ -162,9 +180,11 @@ __device__ __forceinline__ void score_slice(uint32_t keys, uint32_t queries, int
   }
 }
 
-// O += P V: the warp's columns, over all keys of the chunk.
+// O += P V: the warp's columns, over all keys of the chunk; of one slice where it has two at a
+// time.
 template <class S>
 __device__ __forceinline__ void multiply_values(uint32_t keys, uint32_t probabilities,
+                                                int32_t slice,
                                                 float (&o)[S::kHeadTiles][kColumnTiles][4]) {
   const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
   const auto warp = static_cast<int32_t>(threadIdx.x) / 32;
@@ -178,9 +198,11 @@ __device__ __forceinline__ void multiply_values(uint32_t keys, uint32_t probabil
     }
 #pragma unroll
     for (int32_t n = 0; n < kColumnTiles / 2; ++n) {
+      if (!S::kIsCluster && n != slice) continue;
       uint32_t b[4];
-      const int32_t unit = warp * kColumnTiles + 2 * n + lane / 16;
-      ldmatrix_x4_transposed(b, keys + swizzled(k * 16 + lane % 16, unit, kUnits));
+      const int32_t unit = S::column_at(warp, 2 * n) / 8 + lane / 16;
+      ldmatrix_x4_transposed(
+          b, keys + S::key_at(k * 16 + lane % 16, unit / kSliceUnits, unit % kSliceUnits));
 #pragma unroll
       for (int32_t m = 0; m < S::kHeadTiles; ++m) {
         mma_16x8x16(o[m][2 * n], a[m], b[0], b[1]);
@@ -196,11 +218,50 @@ __device__ __forceinline__ int32_t accumulator_at(int32_t head, int32_t column) 
   return head * kHeadDim + (column ^ (head & 7) * 8);
 }
 
-// Grid: blocks of the cluster, rows, tiles of heads.
-template <int kHeadTiles>
+// What a block that stands for a cluster has of the blocks before: a thread's part.
+template <class S>
+struct Total {
+  float max[S::kHeadTiles][2];
+  float sum[S::kHeadTiles][2];
+  float o[S::kHeadTiles][kColumnTiles][4];
+
+  // Merges the state of a thread's rows.
+  __device__ __forceinline__ void add(bool is_first, int32_t quad_row, const float* block_max,
+                                      const float* block_sum,
+                                      const float (&of_block)[S::kHeadTiles][kColumnTiles][4]) {
+#pragma unroll
+    for (int32_t m = 0; m < S::kHeadTiles; ++m) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t head = m * 16 + half * 8 + quad_row;
+        MergeWeights merge = {};
+        if (is_first) {
+          max[m][half] = block_max[head];
+          sum[m][half] = block_sum[head];
+        } else {
+          merge = merge_weights(max[m][half], block_max[head]);
+          max[m][half] = merge.max;
+          sum[m][half] = merge_value(sum[m][half], block_sum[head], merge);
+        }
+#pragma unroll
+        for (int32_t n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+          for (int32_t e = 2 * half; e < 2 * half + 2; ++e) {
+            o[m][n][e] =
+                is_first ? of_block[m][n][e] : merge_value(o[m][n][e], of_block[m][n][e], merge);
+          }
+        }
+      }
+    }
+  }
+};
+
+// Grid: blocks of the cluster, or one, rows, tiles of heads.
+template <class S>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_kernel(const __grid_constant__ CompressedAttentionParams p) {
-  using S = Shape<kHeadTiles>;
+    attention_kernel(const __grid_constant__ CompressedAttentionParams p,
+                     const int32_t max_blocks) {
+  constexpr int32_t kHeadTiles = S::kHeadTiles;
   extern __shared__ __align__(1024) std::byte shared[];
   __shared__ const std::byte* keys[kChunk];
   __shared__ float warp_max[kWarps][S::kRows];
@@ -211,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   wait_for_predecessor();
   const auto row = static_cast<int32_t>(blockIdx.y);
   if (row >= min(*p.num_rows, p.max_rows)) return;
-  const auto rank = static_cast<int32_t>(blockIdx.x);
+  auto rank = static_cast<int32_t>(blockIdx.x);
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int32_t lane = thread % 32;
   const int32_t warp = thread / 32;
@@ -231,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   // Blocks without a chunk leave; the barriers of a cluster are of the others.
-  const int32_t num_blocks = min(num_chunks, static_cast<int32_t>(gridDim.x));
+  const int32_t num_blocks = min(num_chunks, max_blocks);
   if (rank >= num_blocks) return;
 
   const uint32_t key_shared = shared_address(shared);
@@ -244,32 +305,51 @@ __global__ void __launch_bounds__(kThreads, 1)
     block_max[thread] = negative_infinity();
     block_sum[thread] = 0.0f;
   }
+  [[maybe_unused]] Total<S> total_of_blocks;
 
-  for (int32_t chunk = rank; chunk < num_chunks; chunk += num_blocks) {
+  // One block goes on with the first chunk of the next block of the cluster that it stands for.
+  for (int32_t chunk = rank; chunk < num_chunks;) {
     const int32_t count = row_keys.keys_of(chunk);
     if (thread < kChunk) {
       keys[thread] = thread < count ? row_keys.at(chunk, thread, int64_t{kHeadDim} * 2) : nullptr;
     }
     __syncthreads();  // also after the last reads of the keys of the chunk before
 #pragma unroll
-    for (int32_t slice = 0; slice < kSlices; ++slice) {
-      if (chunk == rank) request_queries<S>(q, heads, slice, q_shared);
-      request_keys(keys, p.window.base, slice, key_shared);
+    for (int32_t slice = 0; slice < S::kSlots; ++slice) {
+      if constexpr (S::kIsCluster) {
+        if (chunk == rank) request_queries<S>(q, heads, slice, q_shared);
+      } else if (chunk == 0) {
+        request_queries<S>(q, heads, 2 * slice, q_shared);
+        request_queries<S>(q, heads, 2 * slice + 1, q_shared);
+      }
+      request_keys<S>(keys, p.window.base, slice, key_shared);
       cp_async_commit();
     }
     float s[kHeadTiles][2][4] = {};
-    cp_async_wait<3>();
-    __syncthreads();
-    score_slice<S>(key_shared, q_shared, 0, s);
-    cp_async_wait<2>();
-    __syncthreads();
-    score_slice<S>(key_shared, q_shared, 1, s);
-    cp_async_wait<1>();
-    __syncthreads();
-    score_slice<S>(key_shared, q_shared, 2, s);
-    cp_async_wait<0>();
-    __syncthreads();
-    score_slice<S>(key_shared, q_shared, 3, s);
+    if constexpr (S::kIsCluster) {
+      cp_async_wait<3>();
+      __syncthreads();
+      score_slice<S>(key_shared, q_shared, 0, s);
+      cp_async_wait<2>();
+      __syncthreads();
+      score_slice<S>(key_shared, q_shared, 1, s);
+      cp_async_wait<1>();
+      __syncthreads();
+      score_slice<S>(key_shared, q_shared, 2, s);
+      cp_async_wait<0>();
+      __syncthreads();
+      score_slice<S>(key_shared, q_shared, 3, s);
+    } else {
+#pragma unroll
+      for (int32_t slice = 0; slice < kSlices; ++slice) {
+        cp_async_wait<S::kSlots - 1>();
+        __syncthreads();
+        score_slice<S>(key_shared, q_shared, slice, s);
+        __syncthreads();  // the slot is free for a slice of these keys as values, too
+        request_keys<S>(keys, p.window.base, (slice + S::kSlots) % kSlices, key_shared);
+        cp_async_commit();
+      }
+    }
 
     // Scores in units of log2(e); -inf beyond the last key.
 #pragma unroll
@@ -345,84 +425,138 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     }
-    multiply_values<S>(key_shared, p_shared, o);
+    if constexpr (S::kIsCluster) {
+      multiply_values<S>(key_shared, p_shared, 0, o);
+      chunk += num_blocks;
+    } else {
+#pragma unroll
+      for (int32_t slice = 0; slice < kSlices; ++slice) {
+        cp_async_wait<S::kSlots - 1>();
+        __syncthreads();
+        multiply_values<S>(key_shared, p_shared, slice, o);
+        __syncthreads();
+        if (slice + S::kSlots < kSlices) {
+          request_keys<S>(keys, p.window.base, slice + S::kSlots, key_shared);
+        }
+        cp_async_commit();
+      }
+      chunk += num_blocks;
+      if (chunk < num_chunks) continue;
+      total_of_blocks.add(rank == 0, quad_row, block_max, block_sum, o);
+      if (++rank == num_blocks) break;
+      chunk = rank;
+#pragma unroll
+      for (auto& of_tile : o) {
+#pragma unroll
+        for (auto& values : of_tile) {
+#pragma unroll
+          for (float& value : values) value = 0.0f;
+        }
+      }
+      __syncthreads();  // the state has been read
+      if (thread < S::kRows) {
+        block_max[thread] = negative_infinity();
+        block_sum[thread] = 0.0f;
+      }
+    }
   }
 
   __syncthreads();  // all warps have read the keys, and the state of the block is complete
   const float* const sinks = p.sinks == nullptr ? nullptr : p.sinks + first_head;
-  if (num_blocks == 1) {
+  if constexpr (!S::kIsCluster) {
 #pragma unroll
     for (int32_t m = 0; m < kHeadTiles; ++m) {
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t head = m * 16 + half * 8 + quad_row;
         if (head >= heads) continue;
-        const float factor = final_factor(block_max[head], block_sum[head],
-                                          sinks == nullptr ? nullptr : sinks + head);
-        __nv_bfloat16* const to = y + head * kHeadDim + warp * kWarpColumns + 2 * quad_lane;
+        const float factor =
+            final_factor(total_of_blocks.max[m][half], total_of_blocks.sum[m][half],
+                         sinks == nullptr ? nullptr : sinks + head);
 #pragma unroll
         for (int32_t n = 0; n < kColumnTiles; ++n) {
-          *reinterpret_cast<__nv_bfloat162*>(to + n * 8) = __floats2bfloat162_rn(
-              __fmul_rn(o[m][n][2 * half], factor), __fmul_rn(o[m][n][2 * half + 1], factor));
+          const float* const values = total_of_blocks.o[m][n] + 2 * half;
+          __nv_bfloat16* const to = y + head * kHeadDim + S::column_at(warp, n) + 2 * quad_lane;
+          *reinterpret_cast<__nv_bfloat162*>(to) =
+              __floats2bfloat162_rn(__fmul_rn(values[0], factor), __fmul_rn(values[1], factor));
         }
       }
     }
-    return;
-  }
+  } else {
+    if (num_blocks == 1) {
+#pragma unroll
+      for (int32_t m = 0; m < kHeadTiles; ++m) {
+#pragma unroll
+        for (int32_t half = 0; half < 2; ++half) {
+          const int32_t head = m * 16 + half * 8 + quad_row;
+          if (head >= heads) continue;
+          const float factor = final_factor(block_max[head], block_sum[head],
+                                            sinks == nullptr ? nullptr : sinks + head);
+          __nv_bfloat16* const to = y + head * kHeadDim + warp * kWarpColumns + 2 * quad_lane;
+#pragma unroll
+          for (int32_t n = 0; n < kColumnTiles; ++n) {
+            *reinterpret_cast<__nv_bfloat162*>(to + n * 8) = __floats2bfloat162_rn(
+                __fmul_rn(o[m][n][2 * half], factor), __fmul_rn(o[m][n][2 * half + 1], factor));
+          }
+        }
+      }
+      return;
+    }
 
-  auto* const accumulators = reinterpret_cast<float*>(shared);
+    auto* const accumulators = reinterpret_cast<float*>(shared);
 #pragma unroll
-  for (int32_t m = 0; m < kHeadTiles; ++m) {
+    for (int32_t m = 0; m < kHeadTiles; ++m) {
 #pragma unroll
-    for (int32_t half = 0; half < 2; ++half) {
-      const int32_t head = m * 16 + half * 8 + quad_row;
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t head = m * 16 + half * 8 + quad_row;
 #pragma unroll
-      for (int32_t n = 0; n < kColumnTiles; ++n) {
-        const int32_t at = accumulator_at(head, warp * kWarpColumns + n * 8 + 2 * quad_lane);
-        *reinterpret_cast<float2*>(accumulators + at) =
-            make_float2(o[m][n][2 * half], o[m][n][2 * half + 1]);
+        for (int32_t n = 0; n < kColumnTiles; ++n) {
+          const int32_t at = accumulator_at(head, warp * kWarpColumns + n * 8 + 2 * quad_lane);
+          *reinterpret_cast<float2*>(accumulators + at) =
+              make_float2(o[m][n][2 * half], o[m][n][2 * half + 1]);
+        }
       }
     }
-  }
-  cluster_barrier();
-  // The blocks share the heads; half a block takes a head, four columns a thread.
-  constexpr int32_t kHeadThreads = kHeadDim / 4;
-  constexpr int32_t kHeadsAtOnce = kThreads / kHeadThreads;
-  const int32_t column = thread % kHeadThreads * 4;
-  for (int32_t head = rank * kHeadsAtOnce + thread / kHeadThreads; head < heads;
-       head += num_blocks * kHeadsAtOnce) {
-    const int32_t at = accumulator_at(head, column);
-    float max[kClusterBlocks];
-    float sum[kClusterBlocks];
-    float4 values[kClusterBlocks];
+    cluster_barrier();
+    // The blocks share the heads; half a block takes a head, four columns a thread.
+    constexpr int32_t kHeadThreads = kHeadDim / 4;
+    constexpr int32_t kHeadsAtOnce = kThreads / kHeadThreads;
+    const int32_t column = thread % kHeadThreads * 4;
+    for (int32_t head = rank * kHeadsAtOnce + thread / kHeadThreads; head < heads;
+         head += num_blocks * kHeadsAtOnce) {
+      const int32_t at = accumulator_at(head, column);
+      float max[kClusterBlocks];
+      float sum[kClusterBlocks];
+      float4 values[kClusterBlocks];
 #pragma unroll
-    for (int32_t block = 0; block < kClusterBlocks; ++block) {
-      if (block >= num_blocks) break;
-      max[block] = *in_cluster(&block_max[head], block);
-      sum[block] = *in_cluster(&block_sum[head], block);
-      values[block] = *reinterpret_cast<const float4*>(in_cluster(accumulators + at, block));
-    }
-    float total_max = max[0];
-    float total_sum = sum[0];
-    float4 total = values[0];
+      for (int32_t block = 0; block < kClusterBlocks; ++block) {
+        if (block >= num_blocks) break;
+        max[block] = *in_cluster(&block_max[head], block);
+        sum[block] = *in_cluster(&block_sum[head], block);
+        values[block] = *reinterpret_cast<const float4*>(in_cluster(accumulators + at, block));
+      }
+      float total_max = max[0];
+      float total_sum = sum[0];
+      float4 total = values[0];
 #pragma unroll
-    for (int32_t block = 1; block < kClusterBlocks; ++block) {
-      if (block >= num_blocks) break;
-      const MergeWeights merge = merge_weights(total_max, max[block]);
-      total_max = merge.max;
-      total_sum = merge_value(total_sum, sum[block], merge);
-      total.x = merge_value(total.x, values[block].x, merge);
-      total.y = merge_value(total.y, values[block].y, merge);
-      total.z = merge_value(total.z, values[block].z, merge);
-      total.w = merge_value(total.w, values[block].w, merge);
+      for (int32_t block = 1; block < kClusterBlocks; ++block) {
+        if (block >= num_blocks) break;
+        const MergeWeights merge = merge_weights(total_max, max[block]);
+        total_max = merge.max;
+        total_sum = merge_value(total_sum, sum[block], merge);
+        total.x = merge_value(total.x, values[block].x, merge);
+        total.y = merge_value(total.y, values[block].y, merge);
+        total.z = merge_value(total.z, values[block].z, merge);
+        total.w = merge_value(total.w, values[block].w, merge);
+      }
+      const float factor =
+          final_factor(total_max, total_sum, sinks == nullptr ? nullptr : sinks + head);
+      store_vector({__fmul_rn(total.x, factor), __fmul_rn(total.y, factor),
+                    __fmul_rn(total.z, factor), __fmul_rn(total.w, factor)},
+                   y + head * kHeadDim + column);
     }
-    const float factor =
-        final_factor(total_max, total_sum, sinks == nullptr ? nullptr : sinks + head);
-    store_vector({__fmul_rn(total.x, factor), __fmul_rn(total.y, factor),
-                  __fmul_rn(total.z, factor), __fmul_rn(total.w, factor)},
-                 y + head * kHeadDim + column);
+    cluster_barrier();  // no block exits while others read its shared memory
   }
-  cluster_barrier();  // no block exits while others read its shared memory
 }
 
 }  // namespace paceline::cuda::compressed

@@ -264,11 +264,12 @@ __global__ void __launch_bounds__(max_warps_of(Router::kLogitsPerLane) * 32)
 }
 
 // All of run_router for few rows and experts. Its places are few enough to be sorted without
-// counts.
+// counts. Since sm_90, as its weights come by bulk copies.
 template <class Router>
 __global__ void __launch_bounds__(kRouterThreads)
     router_kernel(const __grid_constant__ RouteAndSortParams p,
                   const __grid_constant__ GemmParams product) {
+#if PACELINE_HAS_CLUSTERS
   extern __shared__ __align__(128) std::byte storage[];
   __shared__ __align__(16) int32_t chosen[kFewPlaces];
   __shared__ uint64_t arrived;
@@ -284,6 +285,7 @@ __global__ void __launch_bounds__(kRouterThreads)
   choose_rows(p, router, num_rows, chosen);
   __syncthreads();  // the chosen experts are visible
   sort_few_places(p.sort, chosen, num_rows);
+#endif
 }
 
 // As many warps as have room for their counts: 32 up to 341 experts, 8 for 1024.
@@ -382,7 +384,8 @@ void route_and_sort(CudaContext& ctx, const RouteAndSortParams& p) {
 
 void run_router(CudaContext& ctx, const RouterParams& p) {
   using namespace cuda;
-  if (is_router_product(p.product) && p.route.max_rows * p.route.top_k <= kFewPlaces) {
+  if (ctx.has_clusters && is_router_product(p.product) &&
+      p.route.max_rows * p.route.top_k <= kFewPlaces) {
     return launch_router(ctx, p);
   }
   gemm(ctx, p.product);

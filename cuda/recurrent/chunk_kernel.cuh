@@ -27,7 +27,8 @@
 // For windows a block has a value head of a sequence. All its warps take each step in turn, for all
 // chunks; two blocks share a multiprocessor. For prompts a cluster of two blocks has it: one makes
 // chunks and sends them to the other one, four of whose warps relate the rows of a chunk while
-// eight consume and finish the chunk before it.
+// eight consume and finish the chunk before it. Without clusters a block takes all steps of two
+// chunks at a time.
 //
 // Factors of products are cut to TF32; S and all sums are float32. The kernel reads records and
 // entries of positions before the sequence's first row only, and writes those of its rows. So no
@@ -52,14 +53,25 @@ namespace {
 // A block that takes all steps.
 struct WindowVariant {
   static constexpr bool kIsCluster = false;
+  static constexpr bool kIsLoop = false;
   static constexpr int32_t kNumWarps = kChunkWarps;
   static constexpr int32_t kBlocks = 1;
   static constexpr int32_t kPlaces = 2;  // chunks in shared memory: all there are
   static constexpr int32_t kMinBlocks = 2;
 };
+// A block that takes all steps of some chunks, then of the next ones.
+struct LoopVariant {
+  static constexpr bool kIsCluster = false;
+  static constexpr bool kIsLoop = true;
+  static constexpr int32_t kNumWarps = kChunkWarps;
+  static constexpr int32_t kBlocks = 1;
+  static constexpr int32_t kPlaces = 2;
+  static constexpr int32_t kMinBlocks = 1;  // few devices without clusters have room for two
+};
 // Block 0 of a cluster relates and consumes what block 1 makes.
 struct PromptVariant {
   static constexpr bool kIsCluster = true;
+  static constexpr bool kIsLoop = false;
   static constexpr int32_t kNumWarps = kChunkWarps + kRelaters;
   static constexpr int32_t kBlocks = 2;
   static constexpr int32_t kPlaces = 3;
@@ -334,7 +346,36 @@ __global__ void __launch_bounds__(32 * V::kNumWarps, V::kMinBlocks)
     }
   }
 
-  if constexpr (!V::kIsCluster) {
+  if constexpr (V::kIsLoop) {
+    WarpState state;
+    if (rows.first > 0) state.load(rows, value_head, entry, LanePlace(warp, lane));
+    __syncthreads();  // `own.range` is there
+#pragma unroll 1
+    for (int32_t first = 0; first < num_chunks; first += V::kPlaces) {
+      const int32_t count = min(num_chunks - first, V::kPlaces);
+      for (int32_t i = 0; i < count; ++i) {
+        const ChunkRowsOf same_rows(own.range, p);
+        const int32_t position = rows.first + (first + i) * kChunkRows + warp * kWarpRows;
+        RowSources<kWarpRows> inputs;
+        begin_rows(same_rows, channels, position, lane, inputs);
+        make_rows(same_rows, channels, position, lane, inputs,
+                  ChunkTarget<false>{own.chunks[i], nullptr});
+      }
+      __syncthreads();
+      for (int32_t i = 0; i < count; ++i) {
+        relate(rows, rates, rows.first + (first + i) * kChunkRows,
+               (warp + kRelaters * i) % kChunkWarps, lane, own.chunks[i]);
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int32_t i = 0; i < count; ++i) {
+        const ChunkRowsOf same_rows(own.range, p);
+        consume_and_finish(same_rows, value_head, first + i, warp, in_register(lane), own.chunks[i],
+                           state);
+      }
+      __syncthreads();  // the chunks have been read
+    }
+  } else if constexpr (!V::kIsCluster) {
     for (int32_t i = 0; i < num_chunks; ++i) {
       const int32_t position = rows.first + i * kChunkRows + warp * kWarpRows;
       RowSources<kWarpRows> inputs;
@@ -412,6 +453,21 @@ __global__ void __launch_bounds__(32 * V::kNumWarps, V::kMinBlocks)
     }
     cluster_barrier();  // no block leaves while the other one writes to its memory
   }
+}
+
+template <class V>
+void launch_chunks(CudaContext& ctx, const GatedDeltaParams& p) {
+  constexpr auto* kKernel = &chunk_kernel<V>;
+  constexpr size_t kBytes = sizeof(ChunkShared<V>);
+  static const bool is_allowed = [] {
+    allow_shared_bytes(kKernel, kBytes, "gated_delta");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+  launch_clusters(ctx, "gated_delta", kKernel,
+                  dim3(V::kBlocks, static_cast<uint32_t>(p.shape.num_value_heads),
+                       static_cast<uint32_t>(p.max_seqs)),
+                  dim3(32 * V::kNumWarps), dim3(V::kBlocks), kBytes, p);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The launch of gated_delta.
+// The launch of gated_delta, and its kernels with clusters.
 
 #include "recurrent/chunk_kernel.cuh"
 #include "recurrent/gated_delta_kernel.cuh"
+#include "recurrent/gated_delta_portable.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -11,39 +12,6 @@
 namespace paceline {
 namespace cuda {
 namespace {
-
-template <class V>
-void launch_variant(CudaContext& ctx, const GatedDeltaParams& p) {
-  const int32_t num_blocks = (p.shape.value_dim + V::kColumns - 1) / V::kColumns;
-  static_assert(V::kPieces * kPiece <= kMaxBlocks * V::kColumns);
-  const size_t bytes = SharedRows<V>::num_bytes((V::kChunk + num_blocks - 1) / num_blocks);
-  constexpr auto* kKernel = &gated_delta_kernel<V>;
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, SharedRows<V>::num_bytes(V::kChunk), "gated_delta");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
-  launch_clusters(
-      ctx, "gated_delta", kKernel,
-      dim3(static_cast<uint32_t>(num_blocks), static_cast<uint32_t>(p.shape.num_value_heads),
-           static_cast<uint32_t>(p.max_seqs)),
-      dim3(kThreads), dim3(static_cast<uint32_t>(num_blocks)), bytes, p);
-}
-
-template <class V>
-void launch_chunks(CudaContext& ctx, const GatedDeltaParams& p) {
-  constexpr auto* kKernel = &chunk_kernel<V>;
-  constexpr size_t kBytes = sizeof(ChunkShared<V>);
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, kBytes, "gated_delta");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
-  launch_clusters(ctx, "gated_delta", kKernel,
-                  dim3(V::kBlocks, static_cast<uint32_t>(p.shape.num_value_heads),
-                       static_cast<uint32_t>(p.max_seqs)),
-                  dim3(32 * V::kNumWarps), dim3(V::kBlocks), kBytes, p);
-}
 
 // Whether the kernel of chunks takes the layer. This does not depend on the pass.
 bool has_chunks(const GatedDeltaParams& p) {
@@ -94,9 +62,11 @@ void gated_delta(CudaContext& ctx, const GatedDeltaParams& p) {
                      p.entry_table.tokens_per_entry == p.record_table.block_size,
                  "a state for ", p.entry_table.tokens_per_entry, " tokens");
   if (has_chunks(p)) {
+    if (!ctx.has_clusters) return gated_delta_of_chunks(ctx, p);
     if (is_window(p)) return launch_chunks<WindowVariant>(ctx, p);
     return launch_chunks<PromptVariant>(ctx, p);
   }
+  if (!ctx.has_clusters) return gated_delta_of_any_size(ctx, p);
   with_element_type(p.dtype, "rows", [&](auto input) {
     with_element_type(p.records.dtype, "records",
                       [&](auto stored) { launch_rows<decltype(input), decltype(stored)>(ctx, p); });

@@ -3,7 +3,8 @@
 
 // The kernel of gated_delta for all sizes. A cluster of up to eight blocks has one value head of
 // one sequence; each block has some columns of its state S, in the registers of its consumers.
-// Columns depend on each other only by the gated norm.
+// Columns depend on each other only by the gated norm. Without clusters one block of more consumers
+// has all columns.
 //
 // Rows come in chunks, first those that are replayed. A chunk passes three phases with a barrier of
 // the cluster between them, so that three chunks are under way:
@@ -35,16 +36,15 @@ namespace paceline::cuda {
 namespace {
 
 constexpr int32_t kProducerWarps = 1;
-constexpr int32_t kConsumerWarps = 4;  // one for each scheduler of a multiprocessor
-constexpr int32_t kWarps = kProducerWarps + kConsumerWarps;
-constexpr int32_t kThreads = 32 * kWarps;
+constexpr int32_t kConsumersOfCluster = 4;  // of a block: one for each scheduler
 constexpr int32_t kSharers = 8;             // lanes of a column
 constexpr int32_t kGroups = 32 / kSharers;  // of lanes in a warp
 constexpr int32_t kPiece = 128;             // channels that a warp takes at once, four a lane
 constexpr int32_t kMaxBlocks = 8;           // of a cluster
 
 // Input: elements of x, ba and y. Stored: of records. Heads have sizes up to the padded ones.
-template <class InputT, class StoredT, int32_t kLaneKeys, int32_t kLaneColumns>
+template <class InputT, class StoredT, int32_t kLaneKeys, int32_t kLaneColumns,
+          int32_t kConsumers = kConsumersOfCluster>
 struct Variant {
   using Input = InputT;
   using Stored = StoredT;
@@ -52,8 +52,11 @@ struct Variant {
   static constexpr int32_t kColumnsOfLane = kLaneColumns;
   static constexpr int32_t kKeys = kSharers * kLaneKeys;
   static constexpr int32_t kPieces = kKeys / kPiece;
-  static constexpr int32_t kColumns = kConsumerWarps * kGroups * kLaneColumns;  // of a block
-  static constexpr int32_t kChunk = 8;                                          // rows
+  static constexpr int32_t kWarps = kProducerWarps + kConsumers;
+  static constexpr int32_t kThreads = 32 * kWarps;
+  static constexpr int32_t kColumns = kConsumers * kGroups * kLaneColumns;  // of a block
+  static constexpr int32_t kChunk = 8;                                      // rows
+  static_assert(kLaneColumns % 2 == 0);
   static_assert(kKeys % kPiece == 0);
 };
 
@@ -462,14 +465,15 @@ __device__ __forceinline__ void consume(const HeadRows<V>& head, const SharedRow
       }
     }
     if constexpr (kIsLive) {
-      float outputs[V::kColumnsOfLane];
 #pragma unroll
-      for (int c = 0; c < V::kColumnsOfLane; ++c) outputs[c] = state.product(c, q);
-      int32_t which;
-      const float output = sum_over_sharers(outputs, state.sharer, which);
-      if (state.sharer % (kSharers / V::kColumnsOfLane) == 0) {
-        store_to_cluster(shared.output(chunk, i / num_blocks) + state.column + which,
-                         i % num_blocks, output);
+      for (int c = 0; c < V::kColumnsOfLane; c += 2) {
+        const float outputs[2] = {state.product(c, q), state.product(c + 1, q)};
+        int32_t which;
+        const float output = sum_over_sharers(outputs, state.sharer, which);
+        if (state.sharer % (kSharers / 2) == 0) {
+          store_to_cluster(shared.output(chunk, i / num_blocks) + state.column + c + which,
+                           i % num_blocks, output);
+        }
       }
       const int64_t entry = SharedRows<V>::scalars(row)->entry;
       if (entry > 0) state.store(head, entry);
@@ -515,9 +519,9 @@ __device__ __forceinline__ void finish(const HeadRows<V>& head, const SharedRows
 
 // --- the kernel ----------------------------------------------------------------------------------
 
-// Grid: blocks of a cluster, value heads, sequences.
+// Grid: blocks of a cluster, or one, value heads, sequences.
 template <class V>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(V::kThreads)
     gated_delta_kernel(const __grid_constant__ GatedDeltaParams p) {
   extern __shared__ __align__(16) std::byte shared[];
   let_successor_start();
@@ -531,7 +535,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto num_blocks = static_cast<int32_t>(gridDim.x);
   RowRange range;
   // Blocks of a cluster have the same sequence, and leave together.
-  if (!find_rows<kWarps, typename V::Input>(p, sequence, value_head, rank, num_blocks, range)) {
+  if (!find_rows<V::kWarps, typename V::Input>(p, sequence, value_head, rank, num_blocks, range)) {
     return;
   }
   const HeadRows<V> head = {{range, p}, value_head};
@@ -547,7 +551,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t num_chunks = (num_rows + V::kChunk - 1) / V::kChunk;
   for (int32_t phase = 0;; ++phase) {
     const int32_t stride =
-        num_blocks * (phase == 0 || phase > num_chunks ? kWarps : kProducerWarps);
+        num_blocks * (phase == 0 || phase > num_chunks ? V::kWarps : kProducerWarps);
     const bool helps = is_producer || phase == 0 || phase > num_chunks;
     if (helps && phase > 1) {
       const int32_t count = min(num_rows - (phase - 2) * V::kChunk, V::kChunk);
@@ -571,6 +575,24 @@ __global__ void __launch_bounds__(kThreads)
     }
     cluster_barrier();
   }
+}
+
+template <class V>
+void launch_variant(CudaContext& ctx, const GatedDeltaParams& p) {
+  const int32_t num_blocks = (p.shape.value_dim + V::kColumns - 1) / V::kColumns;
+  static_assert(V::kPieces * kPiece <= kMaxBlocks * V::kColumns);
+  const size_t bytes = SharedRows<V>::num_bytes((V::kChunk + num_blocks - 1) / num_blocks);
+  constexpr auto* kKernel = &gated_delta_kernel<V>;
+  static const bool is_allowed = [] {
+    allow_shared_bytes(kKernel, SharedRows<V>::num_bytes(V::kChunk), "gated_delta");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+  launch_clusters(
+      ctx, "gated_delta", kKernel,
+      dim3(static_cast<uint32_t>(num_blocks), static_cast<uint32_t>(p.shape.num_value_heads),
+           static_cast<uint32_t>(p.max_seqs)),
+      dim3(V::kThreads), dim3(static_cast<uint32_t>(num_blocks)), bytes, p);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // A cluster of eight blocks computes a row; each block holds an eighth of its ids in shared memory.
+// Without clusters one block reads the row again and again.
 // sample/logprob_rules.h maps logits to shares, which are integers: the order of their sum does not
 // matter, so rows are invariant. Each block finds its own best ids one by one; then the first warp
 // of the cluster merges eight sorted lists and writes the entries.
@@ -59,8 +60,8 @@ struct Shared {
 };
 
 // The best of the thread's candidates below `limit`; 0 if there is none.
-__device__ __forceinline__ uint64_t best_below(const Piece& piece, int32_t first_id,
-                                               uint64_t limit) {
+template <class P>
+__device__ __forceinline__ uint64_t best_below(const P& piece, int32_t first_id, uint64_t limit) {
   uint64_t best = 0;
   piece.for_quads([&](int32_t i, const float (&four)[4]) {
 #pragma unroll
@@ -74,7 +75,8 @@ __device__ __forceinline__ uint64_t best_below(const Piece& piece, int32_t first
 }
 
 // Fills shared.best with the block's `count` best candidates. Called by all threads of the block.
-__device__ __forceinline__ void find_best(const Piece& piece, int32_t first_id, int32_t count,
+template <class P>
+__device__ __forceinline__ void find_best(const P& piece, int32_t first_id, int32_t count,
                                           Shared& shared) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   uint64_t own = count > 0 ? best_below(piece, first_id, ~uint64_t{0}) : 0;
@@ -90,14 +92,14 @@ __device__ __forceinline__ void find_best(const Piece& piece, int32_t first_id, 
   }
 }
 
-template <bool kIsVector>
-__device__ void compute_row(const LogprobRow& row, const Piece& piece, int32_t first_id,
-                            float* values, Shared& shared) {
+template <int32_t kBlocks, bool kIsVector>
+__device__ void compute_row(const LogprobRow& row, const Piece<kBlocks, kIsVector>& piece,
+                            int32_t first_id, float* values, Shared& shared) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t warp = thread / 32;
   const int32_t lane = thread % 32;
   const float highest = from_ordered(
-      highest_key(load_piece<kIsVector>(piece, values), shared.highest, shared.warp_words));
+      highest_key<kBlocks>(load_piece(piece, values), shared.highest, shared.warp_words));
   const float own = comparable(row.logits[row.token]);
   uint64_t total = 0;
   int32_t num_higher = 0;
@@ -153,8 +155,8 @@ __device__ void compute_row(const LogprobRow& row, const Piece& piece, int32_t f
   cluster_barrier();
 }
 
-template <bool kIsVector>
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlocksPerSm)
+template <int32_t kBlocks, bool kIsVector>
+__global__ void PACELINE_CLUSTER_DIMS(kBlocks) __launch_bounds__(kThreads, kBlocksPerSm)
     logprobs_kernel(const __grid_constant__ TokenLogprobsParams p, const int32_t piece_size) {
   extern __shared__ __align__(16) float values[];  // [piece_size]
   __shared__ Shared shared;
@@ -168,12 +170,12 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
       max_logprob_rows(p), wanted, [&](int32_t row) { return logprob_row(p, row).token >= 0; },
       [&](int32_t at) {
         const LogprobRow row = logprob_row(p, at);
-        const Piece piece = {.logits = row.logits + first_id,
-                             .count = count,
-                             .values = values,
-                             .size = piece_size,
-                             .rank = rank};
-        compute_row<kIsVector>(row, piece, first_id, values, shared);
+        const Piece<kBlocks, kIsVector> piece = {.logits = row.logits + first_id,
+                                                 .count = count,
+                                                 .values = values,
+                                                 .size = piece_size,
+                                                 .rank = rank};
+        compute_row(row, piece, first_id, values, shared);
       });
 }
 
@@ -195,8 +197,13 @@ void token_logprobs(CudaContext& ctx, const TokenLogprobsParams& p) {
   PACELINE_CHECK(p.sampling.vocab_size <= kMaxTruncatedVocab, p.sampling.vocab_size,
                  " ids; at most ", kMaxTruncatedVocab);
   const auto launch_with = [&]<bool kIsVector>() {
-    launch_row_pieces<&logprobs_kernel<kIsVector>>(ctx, "token_logprobs", p.sampling.vocab_size,
-                                                   max_logprob_rows(p), p);
+    constexpr const char* kName = "token_logprobs";
+    if (!ctx.has_clusters) {
+      return launch_whole_rows<&logprobs_kernel<1, kIsVector>>(ctx, kName, p.sampling.vocab_size,
+                                                               max_logprob_rows(p), p);
+    }
+    launch_row_pieces<&logprobs_kernel<kClusterBlocks, kIsVector>>(
+        ctx, kName, p.sampling.vocab_size, max_logprob_rows(p), p);
   };
   const bool is_vector =
       p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.raw_logits);

@@ -33,11 +33,12 @@ constexpr int32_t kWarps = 8;
 constexpr int32_t kThreads = 32 * kWarps;
 constexpr int32_t kIds = 16 * kWarps;  // of a block
 static_assert(kIds == 4 * 32, "a lane has four ids of a row");
-constexpr int32_t kRowsOfGroup = 8;   // columns of a product
-constexpr int32_t kPiece = 8;         // elements that are copied at once
-constexpr int32_t kChunkUnit = 64;    // eight pieces, whose order in memory depends on the row
-constexpr int32_t kMaxChunk = 512;    // columns of W2 in shared memory
-constexpr int32_t kPitch = kIds + 4;  // of products: quarters of a warp store to different banks
+constexpr int32_t kRowsOfGroup = 8;    // columns of a product
+constexpr int32_t kPiece = 8;          // elements that are copied at once
+constexpr int32_t kChunkUnit = 64;     // eight pieces, whose order in memory depends on the row
+constexpr int32_t kMaxChunk = 512;     // columns of W2 in shared memory
+constexpr size_t kReservedBytes = 64;  // of static shared memory, at most
+constexpr int32_t kPitch = kIds + 4;   // of products: quarters of a warp store to different banks
 
 using Winner = unsigned long long;  // the best candidate of a row, as atomicMax takes it
 
@@ -337,15 +338,22 @@ __global__ void __launch_bounds__(kThreads, kGroups == 1 ? 3 : 2)
 }
 
 template <class T, int kGroups, bool kDraws, bool kIsMapped>
-void launch_kernel(CudaContext& ctx, const Args& args) {
+void launch_kernel(CudaContext& ctx, Args args) {
   constexpr auto kernel = markov_draft_kernel<T, kGroups, kDraws, kIsMapped>;
   constexpr int32_t kRows = kGroups * kRowsOfGroup;
   constexpr int32_t kProductBytes = kRows * kPitch * static_cast<int32_t>(sizeof(float));
   const auto bytes = [](int32_t chunk) {
     return static_cast<size_t>(kProductBytes + (kIds + kRows) * chunk * 2);
   };
+  // A device with less shared memory has shorter chunks. A sum does not depend on them.
+  const auto fits = [&](int32_t chunk) {
+    return bytes(chunk) + kReservedBytes <= static_cast<size_t>(ctx.block_shared_bytes);
+  };
+  int32_t max_chunk = kMaxChunk;
+  while (max_chunk > kChunkUnit && !fits(max_chunk)) max_chunk -= kChunkUnit;
+  args.chunk = std::min(args.chunk, max_chunk);
   static const bool is_allowed = [&] {
-    allow_shared_bytes(kernel, bytes(kMaxChunk), "markov_draft");
+    allow_shared_bytes(kernel, bytes(max_chunk), "markov_draft");
     return true;
   }();
   static_cast<void>(is_allowed);

@@ -2,7 +2,8 @@
 #pragma once
 
 // A row of logits in the shared memory of a cluster: each of its eight blocks loads an eighth of
-// the ids once.
+// the ids once. Without clusters one block has the row, for which its shared memory has no room: it
+// reads the logits from the L2 cache each time.
 
 #include <algorithm>
 
@@ -15,7 +16,7 @@
 
 namespace paceline::cuda {
 
-inline constexpr int32_t kBlocks = 8;  // of a cluster
+inline constexpr int32_t kClusterBlocks = 8;
 inline constexpr int32_t kThreads = 512;
 inline constexpr int32_t kWarps = kThreads / 32;
 inline constexpr int32_t kStrip = kThreads * 4;  // ids that a block takes at once
@@ -30,20 +31,50 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
   return value;
 }
 
-// A block's part of a row.
+// Loads four logits, comparable; -inf from `count` on.
+template <bool kIsVector>
+__device__ __forceinline__ void load_comparable(const float* logits, int32_t count, int32_t i,
+                                                float (&four)[4]) {
+  if (kIsVector && i + 4 <= count) {
+    load_vector(logits + i, four);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) four[j] = i + j < count ? logits[i + j] : negative_infinity();
+  }
+#pragma unroll
+  for (float& value : four) value = comparable(value);
+}
+
+// A block's part of a row; of one block in place of a cluster, the row.
+template <int32_t blocks, bool kIsVector>
 struct Piece {
+  static constexpr int32_t kBlocks = blocks;
+  static constexpr bool kIsShared = kBlocks > 1;
+
   const float* logits;  // of the first id, in global memory
   int32_t count;        // ids in the piece
-  const float* values;  // [size] comparable, in shared memory; -inf from `count` on
+  const float* values;  // [size] comparable, in shared memory if kIsShared; -inf from `count` on
   int32_t size;         // a multiple of 4
   int32_t rank;         // of the block in its cluster
+
+  __device__ __forceinline__ void load(int32_t i, float (&four)[4]) const {
+    if constexpr (kIsShared) {
+      load_vector(values + i, four);
+    } else {
+      load_comparable<kIsVector>(logits, count, i, four);
+    }
+  }
+  __device__ __forceinline__ float at(int32_t i) const {
+    if constexpr (kIsShared) return values[i];
+    return comparable(logits[i]);
+  }
 
   // Calls visit(index, values) with four values at a time.
   template <class Visit>
   __device__ __forceinline__ void for_quads(const Visit& visit) const {
     for (int32_t i = static_cast<int32_t>(threadIdx.x) * 4; i < size; i += kStrip) {
       float four[4];
-      load_vector(values + i, four);
+      load(i, four);
       visit(i, four);
     }
   }
@@ -60,7 +91,7 @@ struct Piece {
       for (int u = 0; u < kQuads; ++u) {
         if (first + u * kStrip >= size) break;
         float four[4];
-        load_vector(values + first + u * kStrip, four);
+        load(first + u * kStrip, four);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (is_wanted(four[j])) found |= 1u << (u * 4 + j);
@@ -68,15 +99,24 @@ struct Piece {
       }
       for (; found != 0; found &= found - 1) {
         const int32_t at = __ffs(static_cast<int>(found)) - 1;
-        visit(values[first + at / 4 * kStrip + at % 4]);
+        visit(this->at(first + at / 4 * kStrip + at % 4));
       }
     }
   }
 };
 
-// Fills `values` from the logits. Returns the highest of those that this thread loaded.
-template <bool kIsVector>
-__device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
+// Fills `values` from the logits if they are shared. Returns the highest of those that this thread
+// loaded.
+template <int32_t kBlocks, bool kIsVector>
+__device__ __forceinline__ float load_piece(const Piece<kBlocks, kIsVector>& piece, float* values) {
+  if constexpr (kBlocks == 1) {
+    float highest = negative_infinity();
+    piece.for_quads([&](int32_t, const float (&four)[4]) {
+#pragma unroll
+      for (const float value : four) highest = fmaxf(highest, value);
+    });
+    return highest;
+  }
   constexpr int kAhead = 5;  // loads in flight for each thread
   const int32_t own = static_cast<int32_t>(threadIdx.x) * 4;
   const int32_t vector_end = kIsVector ? piece.count / 4 * 4 : 0;
@@ -116,6 +156,7 @@ __device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
 // The key of the highest logit of the row, in all threads of the cluster. `highest_of_block` is
 // shared memory that other blocks read: the caller must not write it again before the next
 // cluster_barrier. Only this block uses `warp_words`.
+template <int32_t kBlocks>
 __device__ __forceinline__ uint32_t highest_key(float highest_of_thread, uint32_t& highest_of_block,
                                                 uint32_t (&warp_words)[kWarps]) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
@@ -157,6 +198,16 @@ __device__ __forceinline__ void for_wanted_rows(int32_t num_rows, uint32_t (&vot
   }
 }
 
+// Enqueues kOneBlock(p, size of a row), the kernel without clusters, for rows of `num_ids`. Blocks
+// loop over the rows.
+template <auto* kOneBlock, class Params>
+void launch_whole_rows(CudaContext& ctx, const char* name, int32_t num_ids, int32_t max_rows,
+                       const Params& p) {
+  launch(ctx, name, kOneBlock,
+         dim3(1, static_cast<unsigned>(std::min(max_rows, kBlocksPerSm * ctx.num_sms))),
+         dim3(kThreads), 0, p, (num_ids + 3) / 4 * 4);
+}
+
 // Enqueues kKernel(p, size of a piece), a kernel of clusters, for rows of `num_ids`. The grid has
 // as many clusters as run at once, and these loop over the rows: one more would only start when
 // another has finished.
@@ -176,7 +227,7 @@ void launch_row_pieces(CudaContext& ctx, const char* name, int32_t num_ids, int3
     const size_t value_bytes = (kSmSharedBytes / blocks_per_sm - reserved) / 16 * 16;
     allow_shared_bytes(kKernel, value_bytes, name);
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(kBlocks);
+    config.gridDim = dim3(kClusterBlocks);
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = value_bytes;
     int num_clusters = 0;
@@ -186,16 +237,17 @@ void launch_row_pieces(CudaContext& ctx, const char* name, int32_t num_ids, int3
   static const Occupancy preferred = occupancy_of(kBlocksPerSm);
   static const Occupancy largest =
       occupancy_of(1);  // last, because it sets the kernel's highest limit
-  const int32_t ids_per_block = (num_ids + kBlocks - 1) / kBlocks;
+  const int32_t ids_per_block = (num_ids + kClusterBlocks - 1) / kClusterBlocks;
   const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
   const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
   if (value_bytes > largest.value_bytes) {  // raised at the start, when programs are captured
     throw Unsupported(concat("vocab_size is ", num_ids, "; allowed on device cuda: at most ",
-                             kBlocks * (largest.value_bytes / sizeof(float)), ", for ", name));
+                             kClusterBlocks * (largest.value_bytes / sizeof(float)), ", for ",
+                             name));
   }
   const Occupancy& occupancy = value_bytes <= preferred.value_bytes ? preferred : largest;
   launch(ctx, name, kKernel,
-         dim3(kBlocks, static_cast<unsigned>(std::min(max_rows, occupancy.num_clusters))),
+         dim3(kClusterBlocks, static_cast<unsigned>(std::min(max_rows, occupancy.num_clusters))),
          dim3(kThreads), value_bytes, p, piece_size);
 }
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // A cluster of eight blocks truncates a row; each block loads an eighth of its ids into shared
-// memory once. All logits below one threshold are excluded. For top-k and for top-p the threshold
-// is the highest key (a logit as an ordered integer) such that the count, or the sum of weights, of
-// the keys from it on reaches the target. The search goes digit by digit: a histogram of the digit
-// among the keys that are still possible, summed over the blocks, and the bin in which the sum from
-// above passes the target. Counts and weights are integers, so the order of sums does not matter
-// and rows are invariant.
+// memory once. Without clusters one block reads the row again and again. All logits below one
+// threshold are excluded. For top-k and for top-p the threshold is the highest key (a logit as an
+// ordered integer) such that the count, or the sum of weights, of the keys from it on reaches the
+// target. The search goes digit by digit: a histogram of the digit among the keys that are still
+// possible, summed over the blocks, and the bin in which the sum from above passes the target.
+// Counts and weights are integers, so the order of sums does not matter and rows are invariant.
 
 #include "base/check.h"
 #include "common/convert.cuh"
@@ -65,6 +65,7 @@ __device__ __forceinline__ uint64_t sum_from_lane(uint64_t amount) {
 
 // Searches thresholds, one row after the other. The histogram of turn `turn_` is clear when a digit
 // begins; that of the previous digit is cleared after the barrier that follows its last reads.
+template <int32_t kBlocks>
 class Search {
  public:
   // A barrier must follow.
@@ -73,9 +74,9 @@ class Search {
   }
 
   // As `search` of the CPU. All threads of the cluster call it and get the same result.
-  template <class Measure, class Target>
-  __device__ __forceinline__ uint32_t run(const Piece& piece, uint32_t floor,
-                                          const Measure& measure, const Target& target_of) {
+  template <class P, class Measure, class Target>
+  __device__ __forceinline__ uint32_t run(const P& piece, uint32_t floor, const Measure& measure,
+                                          const Target& target_of) {
     uint32_t prefix = 0;
     uint64_t target = 0;
     uint64_t above = 0;
@@ -200,8 +201,9 @@ class Search {
   int32_t turn_ = 0;
 };
 
-template <bool kIsVector>
-__device__ __forceinline__ void exclude_below(const Piece& piece, float threshold, float* logits) {
+template <int32_t kBlocks, bool kIsVector>
+__device__ __forceinline__ void exclude_below(const Piece<kBlocks, kIsVector>& piece,
+                                              float threshold, float* logits) {
   piece.for_quads([&](int32_t i, const float (&four)[4]) {
     const bool is_excluded[4] = {!(four[0] >= threshold), !(four[1] >= threshold),
                                  !(four[2] >= threshold), !(four[3] >= threshold)};
@@ -219,9 +221,10 @@ __device__ __forceinline__ void exclude_below(const Piece& piece, float threshol
 }
 
 // The key of the lowest logit that is not excluded; 0 if all stay.
+template <int32_t kBlocks, bool kIsVector>
 __device__ __forceinline__ uint32_t threshold_key_of(const RowLimits& limits, int32_t vocab_limit,
-                                                     const Piece& piece, uint32_t highest,
-                                                     Search& search) {
+                                                     const Piece<kBlocks, kIsVector>& piece,
+                                                     uint32_t highest, Search<kBlocks>& search) {
   const float highest_logit = from_ordered(highest);
   if (!(highest_logit > negative_infinity() && highest_logit < -negative_infinity())) return 0;
   uint32_t threshold_key = 0;
@@ -242,8 +245,8 @@ __device__ __forceinline__ uint32_t threshold_key_of(const RowLimits& limits, in
   return threshold_key;
 }
 
-template <bool kIsVector>
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlocksPerSm)
+template <int32_t kBlocks, bool kIsVector>
+__global__ void PACELINE_CLUSTER_DIMS(kBlocks) __launch_bounds__(kThreads, kBlocksPerSm)
     truncate_kernel(const __grid_constant__ TruncateLogitsParams p, const int32_t piece_size) {
   extern __shared__ __align__(16) float values[];  // [piece_size]
   __shared__ Shared shared;
@@ -253,23 +256,22 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
   const int32_t rank = static_cast<int32_t>(blockIdx.x);
   const int32_t first_id = rank * piece_size;
   const int32_t count = max(min(p.vocab_limit - first_id, piece_size), 0);
-  Search search(shared);
+  Search<kBlocks> search(shared);
   int32_t turn = 0;
   for_wanted_rows(
       min(*p.num_rows, p.max_rows), bounded,
       [&](int32_t row) { return row_limits(p, row).temperature > 0.0f; },
       [&](int32_t row) {
         float* const logits = p.logits + row * p.logits_stride + first_id;
-        const Piece piece = {
+        const Piece<kBlocks, kIsVector> piece = {
             .logits = logits, .count = count, .values = values, .size = piece_size, .rank = rank};
-        const float highest_of_thread = load_piece<kIsVector>(piece, values);
+        const float highest_of_thread = load_piece(piece, values);
         const uint32_t highest =
-            highest_key(highest_of_thread, shared.highest[turn], shared.warp_words);
+            highest_key<kBlocks>(highest_of_thread, shared.highest[turn], shared.warp_words);
         turn ^= 1;
         const uint32_t threshold_key =
             threshold_key_of(row_limits(p, row), p.vocab_limit, piece, highest, search);
-        if (threshold_key != 0)
-          exclude_below<kIsVector>(piece, from_ordered(threshold_key), logits);
+        if (threshold_key != 0) exclude_below(piece, from_ordered(threshold_key), logits);
         __syncthreads();  // `values` is written again
       });
   cluster_barrier();  // no block exits while others read its shared memory
@@ -283,8 +285,13 @@ void truncate_logits(CudaContext& ctx, const TruncateLogitsParams& p) {
   PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, p.vocab_limit, " ids; at most ",
                  kMaxTruncatedVocab);
   const auto launch_with = [&]<bool kIsVector>() {
-    launch_row_pieces<&truncate_kernel<kIsVector>>(ctx, "truncate_logits", p.vocab_limit,
-                                                   p.max_rows, p);
+    constexpr const char* kName = "truncate_logits";
+    if (!ctx.has_clusters) {
+      return launch_whole_rows<&truncate_kernel<1, kIsVector>>(ctx, kName, p.vocab_limit,
+                                                               p.max_rows, p);
+    }
+    launch_row_pieces<&truncate_kernel<kClusterBlocks, kIsVector>>(ctx, kName, p.vocab_limit,
+                                                                   p.max_rows, p);
   };
   const bool is_vector = p.logits_stride % 4 == 0 && is_vector_aligned(p.logits);
   is_vector ? launch_with.operator()<true>() : launch_with.operator()<false>();

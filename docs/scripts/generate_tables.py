@@ -68,7 +68,8 @@ DRAFTERS: Final = {
 DEVICE_WORDS: Final = {
     "auto": "the GPU if it can be used, else the CPU; the default",
     "cpu": "Linux on x86-64",
-    "cuda": "one NVIDIA H100 or H200 (sm_90), driver for CUDA 13",
+    "cuda": "one NVIDIA GPU since sm_80 (A100, RTX 30 and later), driver for CUDA 13; only H100 "
+    "and H200 have run it",
 }
 # The benches of the GPU evidence.
 PAIRS: Final = {

@@ -20,6 +20,11 @@ py::dict cuda_status_dict() {
   result["compute_capability"] = status.compute_capability;
   result["num_sms"] = status.num_sms;
   result["total_bytes"] = status.total_bytes;
+  result["block_shared_bytes"] = status.block_shared_bytes;
+  result["sm_shared_bytes"] = status.sm_shared_bytes;
+  result["architectures"] = status.architectures;
+  result["kernels"] = status.kernels;
+  result["has_been_run"] = status.has_been_run;
   return result;
 }
 
@@ -45,10 +50,13 @@ void register_device(py::module_& module) {
 Takes no memory of the GPU: the process gets a CUDA context only when it first uses the GPU.
 
 Returns:
-    A dict with "is_built" (bool: this binary has the backend), "is_usable" (bool: there is also a
-    GPU that it supports), "reason" (str: why it is not usable and what to do; empty if it is), and
-    for GPU 0 "name" (str), "compute_capability" (int: 90 = sm_90), "num_sms" (int) and "total_bytes"
-    (int).
+    A dict with "is_built" (bool: this binary has the backend), "architectures" (str: those it has
+    kernels for, as "80,90a"), "is_usable" (bool: there is also a GPU that it supports), "reason"
+    (str: why it is not usable and what to do; empty if it is), and for GPU 0 "name" (str),
+    "compute_capability" (int: 90 = sm_90), "num_sms", "total_bytes", "block_shared_bytes" and
+    "sm_shared_bytes" (int: shared memory of a block and of a multiprocessor), "kernels" (str:
+    "sm_90a" or "portable") and "has_been_run" (bool: the project's tests have run on such a GPU;
+    on others kernels were compiled, and run in an emulator).
 )doc");
   module.def("cuda_free_bytes", &cuda_free_bytes, py::call_guard<GilRelease>(),
              R"doc(Asks how much memory of GPU 0 is free.

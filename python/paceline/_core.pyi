@@ -38,6 +38,11 @@ class _CudaStatus(TypedDict):
     compute_capability: int
     num_sms: int
     total_bytes: int
+    block_shared_bytes: int
+    sm_shared_bytes: int
+    architectures: str
+    kernels: str
+    has_been_run: bool
 
 class _Counters(TypedDict):
     num_iterations: int

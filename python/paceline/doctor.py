@@ -142,6 +142,7 @@ def report_text(report: dict[str, Any]) -> str:
         ("compiler", build["compiler"]),
         ("cpu", build["cpu_features"] or "no vector extensions that the kernels use"),
         ("cuda", _cuda_text(report["cuda"])),
+        *_kernel_rows(report["cuda"]),
         ("cublaslt", _cublaslt_text(report)),
         ("devices", ", ".join(report["devices"])),
         ("cores", f"{report['num_cores']}; ops use all cores unless num_threads is set"),
@@ -187,6 +188,25 @@ def _cuda_text(status: dict[str, Any]) -> str:
         f"{status['name']}, sm_{status['compute_capability']}, {status['num_sms']} SMs, "
         f"{status['free_bytes'] / 2**30:.1f} of {status['total_bytes'] / 2**30:.1f} GiB free"
     )
+
+
+def _kernel_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    if not status["is_built"]:
+        return []
+    built = ", ".join(f"sm_{one}" for one in status["architectures"].split(","))
+    rows = [("cuda build", f"kernels for {built}")]
+    if status["is_usable"]:
+        tested = (
+            "tests have run on such a GPU"
+            if status["has_been_run"]
+            else "compiled and emulated, but not run on such a GPU yet (H100 and H200 were)"
+        )
+        limits = (
+            f"{status['block_shared_bytes'] >> 10} KB of shared memory a block, "
+            f"{status['sm_shared_bytes'] >> 10} KB a multiprocessor"
+        )
+        rows.append(("cuda kernels", f"{status['kernels']}; {limits}; {tested}"))
+    return rows
 
 
 def _cublaslt_text(report: dict[str, Any]) -> str:

@@ -174,6 +174,53 @@ TEST(KvCacheSizeTest, CountsWhatLiesBesideThePool) {
   EXPECT_FALSE(has_room_beside(o, kGib + 1, Device::kCuda, 7 * kGib));
 }
 
+// Qwen3-8B in int4 with groups of 128, beside which a drafter's head is small.
+TEST(KvCacheSizeTest, FitsBesideInt4On12GiB) {
+  constexpr int64_t kLayers = 36;
+  constexpr int64_t kHidden = 4096;
+  constexpr int64_t kKvHeads = 8;
+  constexpr int64_t kHeadDim = 128;
+  constexpr int64_t kIntermediate = 12288;
+  constexpr int64_t kVocab = 151936;
+  // Weights of a layer: q and o, k and v, gate, up and down. A weight has 4 bits, and a group a
+  // bfloat16 scale.
+  constexpr int64_t kLayer =
+      2 * kHidden * kHidden + 2 * kHidden * kKvHeads * kHeadDim + 3 * kHidden * kIntermediate;
+  constexpr int64_t kPacked = kLayers * kLayer * 33 / 64;
+  constexpr int64_t kPlain = 2 * 2 * kVocab * kHidden;  // embeddings and LM head in bfloat16
+  // A display and the CUDA context take 0.8 GiB.
+  constexpr int64_t kFree = 12 * kGib - kGib * 8 / 10 - kPacked - kPlain;
+  const std::vector<KvLayerShape> layers(
+      kLayers, {.num_kv_heads = kKvHeads, .head_dim = static_cast<int32_t>(kHeadDim)});
+  ExecutorOptions o = options(64, 4096, 3);
+  o.kv_cache_bytes =
+      default_kv_cache_size(layers, {}, DType::kBFloat16, Device::kCuda, o, {.free = kFree}).bytes;
+  constexpr int64_t kTokenBytes = kLayers * 2 * kKvHeads * kHeadDim * 2;
+  EXPECT_GE(o.kv_cache_bytes / kTokenBytes, 20'000);
+  EXPECT_LT(o.kv_cache_bytes / kTokenBytes, 24'000);
+  // What else an engine takes: scratch of the kernels and their counters, activations of all rows,
+  // and logits of all windows in float32, twice, as drafts have them too.
+  constexpr int64_t kRows = 2048;
+  constexpr int64_t kRowElements =
+      2 * kHidden + (kHidden + 2 * kKvHeads * kHeadDim) + kHidden + 3 * kIntermediate;
+  constexpr int64_t kScratch = 256 * kMib + kMib;
+  constexpr int64_t kActivations = 2 * kRows * kRowElements;
+  constexpr int64_t kLogits = int64_t{2} * 64 * 4 * kVocab * 4;
+  constexpr int64_t kWorkspace = kScratch + kActivations + kLogits;
+  EXPECT_TRUE(has_room_beside(o, kWorkspace, Device::kCuda, kFree));
+  // Trials of products end before graphs are captured: two outputs of at most 512 MiB, an input and
+  // the workspace of a library.
+  constexpr int64_t kTrials = 2 * 512 * kMib + 2 * kRows * kIntermediate + 64 * kMib;
+  EXPECT_LE(o.kv_cache_bytes + kWorkspace + kTrials, kFree);
+  // A GPU of 8 GiB has no room.
+  EXPECT_THAT(message_of<OutOfMemory>([&] {
+                o.kv_cache_bytes = 0;
+                static_cast<void>(default_kv_cache_size(layers, {}, DType::kBFloat16, Device::kCuda,
+                                                        o, {.free = kFree - 4 * kGib}));
+              }),
+              HasSubstr("which leaves no room for a KV pool"));
+}
+
 TEST(KvCacheSizeTest, RefusesAGpuWithoutRoom) {
   const std::string message = message_of<OutOfMemory>(
       [] { static_cast<void>(size(Device::kCuda, {full()}, options(4, 1000), 2 * kGib)); });

@@ -93,17 +93,6 @@ INSTANTIATE_TEST_SUITE_P(Table, OpParity, ::testing::ValuesIn(op_cases()),
 
 // --- kernels of sm_90a and of every GPU ----------------------------------------------------------
 
-// The ops that have both.
-std::vector<OpCase> cases_of_both_kernels() {
-  std::vector<OpCase> cases;
-  std::copy_if(op_cases().begin(), op_cases().end(), std::back_inserter(cases),
-               [](const OpCase& c) {
-                 return c.name.find("gemm") != std::string::npos || c.name.starts_with("mixture") ||
-                        c.name.starts_with("router");
-               });
-  return cases;
-}
-
 class PortableBits : public GpuTest, public ::testing::WithParamInterface<OpCase> {};
 
 TEST_P(PortableBits, AreThoseOfSm90a) {
@@ -128,7 +117,7 @@ TEST_P(PortableBits, AreThoseOfSm90a) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, PortableBits, ::testing::ValuesIn(cases_of_both_kernels()),
+INSTANTIATE_TEST_SUITE_P(Table, PortableBits, ::testing::ValuesIn(op_cases()),
                          [](const auto& info) { return info.param.name; });
 
 class DrawRate : public GpuTest {};

@@ -11,6 +11,7 @@ from paceline.demo import demo_paths
 status = _core.cuda_status()
 assert status["is_built"], "the module on PYTHONPATH is not a CUDA build"
 assert _core.build_info()["has_cuda"]
+assert "90a" in status["architectures"].split(","), status
 target, draft = demo_paths("draft_model")
 with LLM(
     target,

@@ -515,12 +515,19 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = {
         "is_built": True, "is_usable": True, "reason": "", "name": "NVIDIA H200",
         "compute_capability": 90, "num_sms": 132, "total_bytes": 140 << 30, "free_bytes": 70 << 30,
+        "block_shared_bytes": 227 << 10, "sm_shared_bytes": 228 << 10, "architectures": "80,90a",
+        "kernels": "sm_90a", "has_been_run": True,
     }  # fmt: skip
     report = doctor.examine()
     monkeypatch.setenv("PACELINE_CUBLASLT", "/opt/lib")
     report |= {"cuda": usable, "cublaslt": find_cublaslt()}
     text = doctor.report_text(report)
     assert "NVIDIA H200, sm_90, 132 SMs, 70.0 of 140.0 GiB free" in text and "/opt/lib" in text
+    assert f"{'cuda build':<18}kernels for sm_80, sm_90a" in text
+    assert "sm_90a; 227 KB of shared memory a block, 228 KB a multiprocessor; tests have" in text
+    usable |= {"kernels": "portable", "has_been_run": False}
+    assert "portable; 227 KB" in doctor.report_text(report)
+    assert "compiled and emulated, but not run on such a GPU yet" in doctor.report_text(report)
     report["cublaslt"] = None
     assert "PACELINE_CUBLASLT" in doctor.report_text(report)
 

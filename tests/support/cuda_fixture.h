@@ -160,8 +160,13 @@ inline CudaTestContext& cuda_test_context() {
 class KernelChoice {
  public:
   KernelChoice(CudaTestContext& ctx, bool is_portable)
-      : context_(ctx.context()), was_portable_(std::exchange(context_.is_portable, is_portable)) {}
-  ~KernelChoice() { context_.is_portable = was_portable_; }
+      : context_(ctx.context()), was_portable_(std::exchange(context_.is_portable, is_portable)) {
+    context_.has_clusters = !is_portable;
+  }
+  ~KernelChoice() {
+    context_.is_portable = was_portable_;
+    context_.has_clusters = !was_portable_;
+  }
   KernelChoice(const KernelChoice&) = delete;
   KernelChoice& operator=(const KernelChoice&) = delete;
 

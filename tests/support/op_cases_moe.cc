@@ -331,6 +331,7 @@ struct RouterArrays {
   static OpArray unwritten_logits(const RouterSpec& s, const Rows& rows) {
     OpArray array = output_array("logits", Element::kF32, Element::kF32,
                                  int64_t{rows.max_rows} * s.outputs(), 0);
+    array.num_live = std::ssize(rows.ids) * s.outputs();
     array.compare = Compare::kByCase;  // only what follows from them is compared, and the gate
     return array;
   }

@@ -56,6 +56,7 @@ struct OpArray {
   double rms_bound = 0;  // of kNear: ||out - ref|| / ||ref||
   // Row of this array that belongs to row i of the op; empty: i itself.
   std::vector<int64_t> row_at = {};
+  int64_t num_live = -1;  // elements behind these are of rows that do not exist; -1: there are none
   int64_t num_ignored = 0;                  // the first elements, which are not compared
   bool is_constant = false;                 // the same for all rows that a case is made for
   std::function<void(float*)> values = {};  // writes all of a float array

@@ -26,6 +26,14 @@ struct CudaStatus {
   int32_t compute_capability = 0;  // of GPU 0; 90 is sm_90
   int32_t num_sms = 0;             // streaming multiprocessors of GPU 0
   int64_t total_bytes = 0;         // memory of GPU 0
+  // Shared memory of GPU 0: what a block may have, and what the blocks of a multiprocessor share.
+  int64_t block_shared_bytes = 0;
+  int64_t sm_shared_bytes = 0;
+  std::string architectures;  // that the build has kernels for, for example "80,90a"
+  std::string kernels;        // that GPU 0 runs: "sm_90a" or "portable"; empty if not usable
+  // Whether the project's tests have run on GPUs of this capability. On others kernels were
+  // compiled, and run in an emulator.
+  bool has_been_run = false;
 };
 // Asks for the state of the CUDA backend.
 [[nodiscard]] PACELINE_API CudaStatus cuda_status();

@@ -25,8 +25,11 @@ struct CudaContext {
   // Whether a kernel may start before its predecessor has ended (cuda/common/launch.cuh): since
   // sm_90.
   bool has_early_starts = false;
-  // Whether ops that have kernels for every GPU since sm_80 use them, and not those of sm_90a.
+  // Whether ops use their kernels for every GPU since sm_80, and not those of sm_90a.
   bool is_portable = false;
+  // Whether kernels may have clusters of blocks and bulk copies. Without them one block does what a
+  // cluster does, with the same bits.
+  bool has_clusters = false;
   GemmPlanner* gemm = nullptr;
   KernelTrace* trace = nullptr;  // not null while kernels are timed one by one
 

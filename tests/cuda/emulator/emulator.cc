@@ -264,9 +264,9 @@ std::string wrong_shape(const Launch& launch) {
   } else if (launch.grid.y > 65535 || launch.grid.z > 65535) {
     text << "the grid has " << launch.grid.y << " x " << launch.grid.z
          << " blocks in y and z; at most 65535 each";
-  } else if (launch.dynamic_shared_bytes > kMaxDynamicSharedBytes) {
+  } else if (launch.dynamic_shared_bytes > machine().options.max_shared_bytes) {
     text << "a block asks for " << launch.dynamic_shared_bytes
-         << " bytes of dynamic shared memory; it can have " << kMaxDynamicSharedBytes;
+         << " bytes of dynamic shared memory; it can have " << machine().options.max_shared_bytes;
   }
   return text.str();
 }
@@ -307,6 +307,8 @@ void wake(Thread& thread) {
   thread.wait = Wait::kNone;
   machine().blocks[thread.block].runnable.push_back(thread.number);
 }
+
+size_t max_shared_bytes() { return machine().options.max_shared_bytes; }
 
 void set_options(const Options& options) {
   machine().options = options;

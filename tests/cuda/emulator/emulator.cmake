@@ -1,6 +1,9 @@
 # The kernels that are emulated, and their tests. A kernel that uses wgmma, TMA or other
 # instructions without a stand-in in include/ is not in the list; its ops are in not_emulated.cc.
 set(emulated_kernels
+  attention/latent_attention.cu
+  attention/latent_portable.cu
+  attention/latent_rows.cu
   attention/paged_attention.cu
   compressed/choose_entries.cu
   compressed/compress.cu
@@ -21,6 +24,8 @@ set(emulated_kernels
   moe/routing.cu
   norm/rms_norm.cu
   recurrent/gated_delta.cu
+  recurrent/gated_delta_any.cu
+  recurrent/gated_delta_portable.cu
   rope/qk_norm_rope_append.cu
   sample/accept.cu
   sample/adjust.cu

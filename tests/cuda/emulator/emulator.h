@@ -47,10 +47,12 @@ inline constexpr uint64_t kUndefined = 0xfff1bad0fff1bad0u;
 
 struct Options {
   uint64_t seed = 0;
-  uint64_t pattern = kUndefined;  // fills shared memory
-  bool runs = true;               // false: launches are counted and do nothing
+  uint64_t pattern = kUndefined;                     // fills shared memory
+  bool runs = true;                                  // false: launches are counted and do nothing
+  size_t max_shared_bytes = kMaxDynamicSharedBytes;  // dynamic ones of a block
 };
 void set_options(const Options& options);
+[[nodiscard]] size_t max_shared_bytes();
 
 struct Counts {
   int64_t threads = 0;

@@ -4,27 +4,17 @@
 
 #include "not_emulated.h"
 
+#include "attention/latent_launch.h"
 #include "attention/prefill_attention.h"
 #include "device/cuda_context.h"
 #include "gemm/expert_launch.h"
 #include "gemm/gemm_planner.h"
 #include "gemm/gemm_tiles.h"
 #include "gemm/normed_gemm.h"
-#include "ops/latent.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
 
 namespace paceline {
-
-#define PACELINE_NOT_EMULATED(op, Params) \
-  void op(CudaContext&, const Params&) { throw emulator::NotEmulated(#op); }
-
-PACELINE_NOT_EMULATED(absorb_queries, AbsorbQueriesParams)
-PACELINE_NOT_EMULATED(append_latents, AppendLatentsParams)
-PACELINE_NOT_EMULATED(latent_attention, LatentAttentionParams)
-PACELINE_NOT_EMULATED(project_values, ProjectValuesParams)
-
-#undef PACELINE_NOT_EMULATED
 
 // A context without a planner asks for no library.
 bool GemmPlanner::run_library(CudaContext&, const GemmParams&) { return false; }
@@ -57,11 +47,16 @@ PACELINE_FORMAT_NOT_EMULATED(kMxfp4, "products_of_mxfp4")
 
 #undef PACELINE_FORMAT_NOT_EMULATED
 
-// The decode kernel takes all rows.
+// The decode kernel takes all rows, and the portable kernel those of latent attention.
 int32_t prefill_min_rows(const CudaContext&, const PagedAttentionParams&) { return 0; }
 void prefill_attention(CudaContext&, const char*, const PagedAttentionParams&, int32_t) {
   throw emulator::NotEmulated("prefill_attention");
 }
+namespace latent {
+void run_sm90a(CudaContext&, const char*, const PagedAttentionParams&) {
+  throw emulator::NotEmulated("latent_attention_of_sm_90a");
+}
+}  // namespace latent
 
 }  // namespace cuda
 }  // namespace paceline

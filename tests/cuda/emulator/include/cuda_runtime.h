@@ -45,6 +45,11 @@ extern thread_local float x[] asm("emulated_dynamic_shared");
 namespace compressed {
 extern thread_local std::byte shared[] asm("emulated_dynamic_shared");
 }
+namespace latent {
+namespace {
+extern thread_local std::byte storage[] asm("emulated_dynamic_shared");
+}  // namespace
+}  // namespace latent
 namespace paged {
 extern thread_local std::byte shared[] asm("emulated_dynamic_shared");
 }
@@ -96,7 +101,7 @@ extern dim3 gridDim;
 
 // --- the host's part -----------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719 };
 using cudaStream_t = struct CUstream_st*;
 using cudaEvent_t = struct CUevent_st*;
 
@@ -168,8 +173,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
-  return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int num_bytes) {
+  return static_cast<size_t>(num_bytes) <= paceline::emulator::max_shared_bytes()
+             ? cudaSuccess
+             : cudaErrorInvalidValue;
 }
 struct cudaFuncAttributes {
   size_t sharedSizeBytes;

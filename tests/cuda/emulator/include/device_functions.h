@@ -108,6 +108,12 @@ inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
 template <class T>
+T atomicCAS(T* to, T expected, T value) {
+  const T before = *to;
+  if (before == expected) *to = value;
+  return before;
+}
+template <class T>
 T __ldg(const T* from) {
   return *from;
 }

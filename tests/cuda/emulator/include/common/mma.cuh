@@ -160,6 +160,9 @@ inline void mma_16x8x8(const Tf32Operand& a, float b0, float b1, float (&d)[4],
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 
+#define PACELINE_HAS_CLUSTERS 1
+#define PACELINE_CLUSTER_DIMS(blocks)
+
 inline void cluster_arrive() { emulator::arrive_in_cluster(); }
 inline void cluster_wait(const emulator::Place& place = emulator::Place::current()) {
   emulator::wait_for_cluster(place);
