@@ -107,6 +107,48 @@ struct Packing<PackedKind::kMxfp4Scales> {
   }
 };
 
+template <>
+struct Packing<PackedKind::kInt4> {
+  static constexpr int32_t kTileRowBytes = packed_tile(PackedKind::kInt4).row_bytes;
+  static constexpr int32_t kTileBytes = packed_tile(PackedKind::kInt4).bytes();
+  static constexpr int32_t kChunkBytes = 512;
+  static constexpr int32_t kWords = 4;
+  static constexpr int32_t kUnits = 32;
+
+  __device__ __forceinline__ static int32_t group(int32_t unit) { return unit / 4; }
+  __device__ __forceinline__ static uint32_t low_bits(int32_t) { return 0x0f0f0f0fu; }
+  __device__ __forceinline__ static uint32_t word(const uint8_t* tile, int32_t pitch, int32_t unit,
+                                                  int32_t word) {
+    const uint8_t* const low = tile + group(unit) * pitch + word * 8 + unit % 4;
+    const uint8_t* const high = low + 8 * pitch;
+    return spread(low[0]) | spread(high[0]) << 4 | spread(low[4]) << 8 | spread(high[4]) << 12;
+  }
+
+ private:
+  // The two codes of a byte, in the lower and in the upper half.
+  __device__ __forceinline__ static uint32_t spread(uint32_t byte) {
+    return (byte & 0x0fu) | (byte & 0xf0u) << 12;
+  }
+};
+
+template <>
+struct Packing<PackedKind::kInt4Scales> {
+  static constexpr int32_t kTileRowBytes = packed_tile(PackedKind::kInt4Scales).row_bytes;
+  static constexpr int32_t kTileBytes = packed_tile(PackedKind::kInt4Scales).bytes();
+  static constexpr int32_t kChunkBytes = 128;
+  static constexpr int32_t kWords = 1;
+  static constexpr int32_t kUnits = 8;
+
+  __device__ __forceinline__ static int32_t group(int32_t unit) { return unit; }
+  __device__ __forceinline__ static uint32_t low_bits(int32_t) { return 0x0000ffffu; }
+  __device__ __forceinline__ static uint32_t word(const uint8_t* tile, int32_t pitch, int32_t unit,
+                                                  int32_t) {
+    const uint8_t* const low = tile + unit * pitch;
+    const uint8_t* const high = low + 8 * pitch;
+    return low[0] | uint32_t{low[1]} << 8 | uint32_t{high[0]} << 16 | uint32_t{high[1]} << 24;
+  }
+};
+
 // Rows of the chunk in shared memory; eight of them begin in different banks.
 template <PackedKind kind>
 constexpr int32_t kPackPitch = Packing<kind>::kChunkBytes + 16;
@@ -280,6 +322,12 @@ void pack_rows(cudaStream_t stream, const PackedTensor& to, int64_t first, int64
       break;
     case PackedKind::kMxfp4Scales:
       launch_pack<PackedKind::kMxfp4Scales>(stream, to, first, count, from);
+      break;
+    case PackedKind::kInt4:
+      launch_pack<PackedKind::kInt4>(stream, to, first, count, from);
+      break;
+    case PackedKind::kInt4Scales:
+      launch_pack<PackedKind::kInt4Scales>(stream, to, first, count, from);
       break;
   }
   check(cudaGetLastError(), "packing weights");

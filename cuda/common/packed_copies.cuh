@@ -84,4 +84,49 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t by) {
   return product;
 }
 
+// The lower or upper bfloat16 of `by`, twice.
+template <bool kIsUpper>
+__device__ __forceinline__ uint32_t twice_of(uint32_t by) {
+  return __byte_perm(by, 0, kIsUpper ? 0x3232 : 0x1010);
+}
+
+// Both bfloat16 of `pair`, plus the lower or upper one of `by`.
+template <bool kIsUpper>
+__device__ __forceinline__ uint32_t add_to_pair(uint32_t pair, uint32_t by) {
+  uint32_t sum;
+  const uint32_t twice = twice_of<kIsUpper>(by);
+#if __CUDA_ARCH__ >= 900
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(pair), "r"(twice));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(pair), "r"(0x3f803f80u), "r"(twice));
+#endif
+  return sum;
+}
+
+// Both bfloat16 of `pair`, times the lower or upper one of `by`, plus those of `add`, rounded once.
+template <bool kIsUpper>
+__device__ __forceinline__ uint32_t multiply_add_pair(uint32_t pair, uint32_t by, uint32_t add) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(sum)
+      : "r"(pair), "r"(twice_of<kIsUpper>(by)), "r"(add));
+  return sum;
+}
+
+// The lower or upper float16 of `pair`.
+template <bool kIsUpper>
+__device__ __forceinline__ float half_of(uint32_t pair) {
+  float value;
+  if constexpr (kIsUpper) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high; }"
+        : "=f"(value)
+        : "r"(pair));
+  } else {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }"
+        : "=f"(value)
+        : "r"(pair));
+  }
+  return value;
+}
+
 }  // namespace paceline::cuda

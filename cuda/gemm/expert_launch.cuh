@@ -38,6 +38,9 @@ inline ScaleArgs scale_args(const ExpertMatrices& matrices) {
   if (w.format == WeightFormat::kMxfp4) {
     args.columns = w.k / kMxfp4Columns;
     args.use = ScaleUse::kValues;
+  } else if (w.format == WeightFormat::kInt4) {
+    args.columns = static_cast<int32_t>(w.num_scale_cols());
+    args.use = ScaleUse::kValues;
   } else if (w.format == WeightFormat::kFp8) {
     const int32_t scale_cols = std::min(w.scale_cols, w.k);
     args.columns = (w.k + scale_cols - 1) / scale_cols;

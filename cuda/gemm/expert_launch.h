@@ -37,6 +37,9 @@ void launch_expert_gemm<WeightFormat::kFp8>(CudaContext&, const ExpertGemmParams
 template <>
 void launch_expert_gemm<WeightFormat::kMxfp4>(CudaContext&, const ExpertGemmParams&,
                                               const ProductCall&);
+template <>
+void launch_expert_gemm<WeightFormat::kInt4>(CudaContext&, const ExpertGemmParams&,
+                                             const ProductCall&);
 
 // float32: a plain kernel, for tests.
 void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call);

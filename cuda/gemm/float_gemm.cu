@@ -3,6 +3,7 @@
 // Products in float32, of weights of any format, dense and by expert. For tests: a plain kernel.
 
 #include "common/launch.cuh"
+#include "common/packed_copies.cuh"
 #include "gemm/expert_launch.cuh"
 #include "gemm/packed_elements.cuh"
 
@@ -15,13 +16,18 @@ struct FloatWeights {
   int32_t n;
   int32_t k;
   int32_t scale_cols;  // columns that share a scale
+  // kInt4: as in WeightMatrix.
+  const uint8_t* zeros;
+  int64_t zeros_stride;
+  const int32_t* order;
+  bool is_float16;
 };
 
 // The element of a matrix, times its scale if that is part of the value.
 template <WeightFormat format>
 __device__ __forceinline__ float weight_value(const std::byte* matrix, const std::byte* scales,
-                                              const FloatWeights& w, const ScaleArgs& args,
-                                              int32_t row, int32_t column) {
+                                              const uint8_t* zeros, const FloatWeights& w,
+                                              const ScaleArgs& args, int32_t row, int32_t column) {
   const int64_t at = int64_t{row} * w.k + column;
   if constexpr (format == WeightFormat::kPlain) {
     return reinterpret_cast<const float*>(matrix)[at];
@@ -34,6 +40,14 @@ __device__ __forceinline__ float weight_value(const std::byte* matrix, const std
     return value *
            reinterpret_cast<const float*>(
                scales)[int64_t{row >> args.row_shift} * args.columns + column / w.scale_cols];
+  } else if constexpr (format == WeightFormat::kInt4) {
+    const auto byte = static_cast<int32_t>(reinterpret_cast<const uint8_t*>(matrix)[at / 2]);
+    const int32_t code = column % 2 == 0 ? byte & 0xf : byte >> 4;
+    const int64_t group = int64_t{row} * args.columns + column / w.scale_cols;
+    const uint32_t bits = reinterpret_cast<const uint16_t*>(scales)[group];
+    const float scale = w.is_float16 ? half_of<false>(bits) : __uint_as_float(bits << 16);
+    const int32_t zero = zeros != nullptr ? zeros[group] : kInt4Zero;
+    return __bfloat162float(__float2bfloat16_rn(static_cast<float>(code - zero) * scale));
   } else {
     const auto byte = static_cast<uint32_t>(reinterpret_cast<const uint8_t*>(matrix)[at / 2]);
     const uint32_t bits = column % 2 == 0 ? byte & 0xf : byte >> 4;
@@ -63,6 +77,9 @@ __global__ void float_gemm_kernel(const ExpertRows rows, const FloatWeights w,
   const auto ty = static_cast<int32_t>(threadIdx.x) / kSide;
   const std::byte* const matrix = w.data + tile.expert * w.data_stride;
   const std::byte* const table = scales.scales + tile.expert * scales.expert_stride;
+  const uint8_t* const zeros =
+      w.zeros != nullptr ? w.zeros + tile.expert * w.zeros_stride : nullptr;
+  const int32_t* const order = w.order != nullptr ? w.order + int64_t{tile.expert} * w.k : nullptr;
   const int32_t first_column = tile.column_tile * kSide;
   const int32_t column = first_column + tx;
   const int32_t row = tile.first_row + ty;
@@ -73,10 +90,12 @@ __global__ void float_gemm_kernel(const ExpertRows rows, const FloatWeights w,
   float sum = 0;
   for (int32_t k = 0; k < w.k; k += kSide) {
     const bool is_inside = k + tx < w.k;
-    x_tile[ty][tx] = has_row && is_inside ? from[k + tx] : 0.0f;
-    w_tile[ty][tx] = first_column + ty < w.n && is_inside
-                         ? weight_value<format>(matrix, table, w, scales, first_column + ty, k + tx)
-                         : 0.0f;
+    const int32_t input = order != nullptr && is_inside ? order[k + tx] : k + tx;
+    x_tile[ty][tx] = has_row && is_inside ? from[input] : 0.0f;
+    w_tile[ty][tx] =
+        first_column + ty < w.n && is_inside
+            ? weight_value<format>(matrix, table, zeros, w, scales, first_column + ty, k + tx)
+            : 0.0f;
     __syncthreads();
     for (int32_t i = 0; i < kSide; ++i) sum = __fmaf_rn(x_tile[ty][i], w_tile[tx][i], sum);
     __syncthreads();
@@ -101,12 +120,18 @@ void launch_float_format(CudaContext& ctx, const ExpertGemmParams& p, const Prod
   const int64_t blocks =
       max_row_tiles(p.expert_begin != nullptr, p.weight.num_experts, p.max_rows, kSide) *
       rows.column_tiles;
-  const FloatWeights weights = {
-      .data = w.data,
-      .data_stride = p.weight.data_stride,
-      .n = w.n,
-      .k = w.k,
-      .scale_cols = format == WeightFormat::kFp8 ? std::min(w.scale_cols, w.k) : w.k};
+  const FloatWeights weights = {.data = w.data,
+                                .data_stride = p.weight.data_stride,
+                                .n = w.n,
+                                .k = w.k,
+                                .scale_cols = format == WeightFormat::kFp8
+                                                  ? std::min(w.scale_cols, w.k)
+                                              : format == WeightFormat::kInt4 ? w.scale_cols
+                                                                              : w.k,
+                                .zeros = w.zeros,
+                                .zeros_stride = w.zeros_bytes(),
+                                .order = w.order,
+                                .is_float16 = w.scale_dtype == DType::kFloat16};
   launch(ctx, "gemm_float", &float_gemm_kernel<format>, dim3(static_cast<uint32_t>(blocks)),
          dim3(kSide * kSide), 0, rows, weights, scale_args(p.weight),
          static_cast<const float*>(p.x), p.x_stride, p.x_rows, p.bias, static_cast<float*>(p.y),
@@ -124,7 +149,7 @@ void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const Produc
     case WeightFormat::kMxfp4:
       return launch_float_format<WeightFormat::kMxfp4>(ctx, p, call);
     case WeightFormat::kInt4:
-      PACELINE_CHECK(false, "no GPU has a product in int4");
+      return launch_float_format<WeightFormat::kInt4>(ctx, p, call);
   }
 }
 

@@ -47,6 +47,14 @@ GemmParams group_of(const GemmParams& all, int32_t group) {
   w.data += w.is_packed() ? tiles * packed_tile_bytes(w.format) : first * w.row_bytes();
   if (w.format == WeightFormat::kFp8) {
     w.scales += first / w.scale_rows * w.num_scale_cols() * static_cast<int64_t>(sizeof(float));
+  } else if (w.format == WeightFormat::kInt4) {
+    const int64_t groups = w.num_scale_cols();
+    w.scales += w.is_packed() ? first / kPackedRows * groups * kPackedInt4ScaleBytes
+                              : first * groups * dtype_bytes(w.scale_dtype);
+    if (w.zeros != nullptr) {
+      w.zeros += w.is_packed() ? first / kPackedRows * ((groups + 1) / 2) * kPackedScaleBytes
+                               : first * groups;
+    }
   } else if (w.format == WeightFormat::kMxfp4) {
     w.scales += w.is_packed() ? tiles * kPackedScaleBytes : first * w.num_scale_cols();
   }

@@ -54,12 +54,13 @@ struct MatrixShape : WideShape<WeightFormat::kFp8, groups, 128> {
 
 // Multiplies the stages as they arrive with the tokens of the calling warpgroup.
 template <class Shape, bool kHasTileSums>
-__device__ __forceinline__ void multiply_matrix(const WideRing<Shape>& ring, int32_t num_blocks,
-                                                bool has_values, uint32_t group, int32_t row_tile,
+__device__ __forceinline__ void multiply_matrix(const PackedArgs& args, const WideRing<Shape>& ring,
+                                                int32_t num_blocks, uint32_t group,
+                                                int32_t row_tile,
                                                 float (&sums)[Shape::kGroupTokens / 2]) {
   static_assert(Shape::kParts == 2);
   constexpr int32_t kTokens = Shape::kGroupTokens;
-  StageOperand<Shape, kHasTileSums> operand(row_tile, has_values);
+  StageOperand<Shape, kHasTileSums> operand(args, row_tile);
   uint32_t a[2][4 * Shape::kSteps];
   float parts[kTokens / 2] = {};  // of a stage
   float by[2] = {0.0f, 0.0f};
@@ -193,8 +194,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const uint32_t group = uniform(threadIdx.x / 128);
   const int32_t row_tile = Shape::kSharesTokens ? thread / 32 : thread / 32 % 4;
   float sums[Shape::kGroupTokens / 2] = {};
-  multiply_matrix<Shape, kHasTileSums>(ring, num_blocks, args.scales.use == ScaleUse::kValues,
-                                       group, row_tile, sums);
+  multiply_matrix<Shape, kHasTileSums>(args, ring, num_blocks, group, row_tile, sums);
   wait_for_predecessor();
   const ExpertTile tile = find_tile(args.rows, block_tokens);
   if constexpr (!kHasTileSums) {

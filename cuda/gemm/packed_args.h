@@ -20,10 +20,21 @@ struct GatedEnd {
   float limit = 0;
 };
 
+// What kInt4 has beside its scales.
+struct Int4Args {
+  const std::byte* zeros;  // packed; null: all are kInt4Zero
+  int64_t zeros_stride;    // bytes from expert to expert
+  const int32_t* order;    // [num_experts, k] the column of x of each column, or null
+  int32_t num_groups;      // of columns of a row
+  uint32_t reciprocal;     // of 32 columns in a group, times 2^31, and 1
+  bool is_float16;         // the scales; else bfloat16
+};
+
 // A product of packed weights, of one matrix or by expert, as its kernels get it.
 struct PackedArgs {
   ExpertRows rows;
   ScaleArgs scales;
+  Int4Args int4;
   const std::byte* data;
   int64_t data_stride;  // bytes from expert to expert
   const __nv_bfloat16* x;

@@ -77,6 +77,14 @@ void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductC
   launch_warps<format, kHasTileSums>(ctx, p, call);
 }
 
+// What a tile takes over 4,096 columns, in microseconds, times the tiles of the busiest
+// multiprocessor.
+inline double tile_cost(const CudaContext& ctx, const ExpertGemmParams& p, int32_t weights,
+                        int32_t tokens, double us) {
+  const int64_t blocks = num_packed_blocks(p, weights, tokens);
+  return us * static_cast<double>((blocks + ctx.num_sms - 1) / ctx.num_sms);
+}
+
 // Launches a product of packed weights.
 template <WeightFormat format, bool kHasTileSums = false>
 void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
@@ -88,11 +96,9 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const Pro
     if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, call);
     launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
   } else {
-    // The tile that leaves the busiest multiprocessor the least to do, at what a tile takes over
-    // 4,096 columns, in microseconds.
+    // The tile that leaves the busiest multiprocessor the least to do.
     const auto cost = [&](int32_t weights, int32_t tokens, double us) {
-      const int64_t blocks = num_packed_blocks(p, weights, tokens);
-      return us * static_cast<double>((blocks + ctx.num_sms - 1) / ctx.num_sms);
+      return tile_cost(ctx, p, weights, tokens, us);
     };
     // matrix_kernel.cuh wants rows of x that are neighbours, and the same columns for all weights.
     const bool is_matrix = p.expert_begin == nullptr && p.x_rows == nullptr && p.num_groups == 1;

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "gemm/expert_launch.cuh"
+#include "gemm/int4_kernel.cuh"
 #include "gemm/mxfp4_kernel.cuh"
 #include "gemm/narrow_kernel.cuh"
 #include "gemm/parts_kernel.cuh"
@@ -30,12 +31,24 @@ inline GatedEnd gated_end(const ProductCall& call) {
           .limit = call.activation->limit};
 }
 
+inline Int4Args int4_args(const WeightMatrix& w) {
+  if (w.format != WeightFormat::kInt4) return {};
+  const auto group_blocks = static_cast<uint32_t>(w.scale_cols / kInt4Columns);
+  return {.zeros = reinterpret_cast<const std::byte*>(w.zeros),
+          .zeros_stride = w.zeros_bytes(),
+          .order = w.order,
+          .num_groups = static_cast<int32_t>(w.num_scale_cols()),
+          .reciprocal = (1u << 31) / group_blocks + 1,
+          .is_float16 = w.scale_dtype == DType::kFloat16};
+}
+
 // The arguments of a kernel whose tiles have `weights` by `tokens` outputs.
 inline PackedArgs packed_args(const ExpertGemmParams& p, const ProductCall& call, int32_t weights,
                               int32_t tokens, int32_t num_stages) {
   const WeightMatrix& w = p.weight.first;
   return {.rows = expert_rows(p, call, weights),
           .scales = scale_args(p.weight),
+          .int4 = int4_args(w),
           .data = w.data,
           .data_stride = p.weight.data_stride,
           .x = static_cast<const __nv_bfloat16*>(p.x),
@@ -89,6 +102,26 @@ void launch_mxfp4(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
                 Shape::kSharedBytes);
 }
 
+// Tiles of int4 weights.
+template <int32_t row_tiles, int32_t token_tiles, int32_t warps, int32_t blocks>
+void launch_int4(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
+  const WeightMatrix& w = p.weight.first;
+  const auto launch_shape = [&]<bool is_float16, bool is_general>() {
+    using Shape = Int4Shape<row_tiles, token_tiles, warps, blocks, is_float16, is_general>;
+    constexpr auto kernel = &int4_gemm_kernel<Shape>;
+    allow_packed_bytes<kernel>(Shape::kSharedBytes);
+    launch_packed(ctx, p, call, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+                  Shape::kSharedBytes);
+  };
+  const bool is_general = w.order != nullptr || w.scale_cols % kPackedColumns != 0;
+  if (w.scale_dtype == DType::kFloat16) {
+    return is_general ? launch_shape.template operator()<true, true>()
+                      : launch_shape.template operator()<true, false>();
+  }
+  is_general ? launch_shape.template operator()<false, true>()
+             : launch_shape.template operator()<false, false>();
+}
+
 template <class Shape>
 void launch_parts(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   constexpr auto kernel = &parts_gemm_kernel<Shape>;
@@ -115,6 +148,10 @@ void launch_warps(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
     }
     // Where few warps share a multiprocessor, more of them with 16 rows each are faster.
     launch_mxfp4<Mxfp4Shape<1, 1, 2, 8>>(ctx, p, call);
+  } else if constexpr (format == WeightFormat::kInt4) {
+    if (!is_narrow) return launch_int4<2, 2, 4, 4>(ctx, p, call);
+    if (row_tiles >= 64 || rows_to_expect(p) >= 4) return launch_int4<2, 1, 4, 5>(ctx, p, call);
+    launch_int4<1, 1, 2, 8>(ctx, p, call);
   } else {
     if (!is_narrow) return launch_narrow<NarrowShape<format, 2, 4>, kHasTileSums>(ctx, p, call);
     if (row_tiles < 16) {

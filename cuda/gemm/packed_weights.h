@@ -25,6 +25,11 @@
 // Its scales have 32 bytes a tile, [8][4]: for each g the bytes of row g and row g + 8 for the
 // first 32 columns, then for the last 32.
 //
+// kInt4: as kMxfp4, with the codes a0 at bits 3..0, a1 at 7..4, a2 at 11..8 and a3 at 15..12.
+// Its scales have 32 bytes for each group of columns, [8][2]: for each g the scale of row g and
+// that of row g + 8. Its zero points are bytes, packed as the scales of kMxfp4 are: 32 bytes for
+// each two groups, [8][4].
+//
 // kFp8: a tile has 1,024 bytes. Lane l has 16 at 16 l for the first 32 columns and 16 at 512 + 16 l
 // for the last 32: for each of the two steps a word of row g and a word of row g + 8, with
 //   a0 (a1): sign 15, exponent 10..7, mantissa 6..4

@@ -24,6 +24,9 @@ void launch_portable_packed(CudaContext& ctx, const ExpertGemmParams& p, const P
   if (p.weight.first.format == WeightFormat::kMxfp4) {
     return launch_warps<WeightFormat::kMxfp4, false>(ctx, p, call);
   }
+  if (p.weight.first.format == WeightFormat::kInt4) {
+    return launch_warps<WeightFormat::kInt4, false>(ctx, p, call);
+  }
   if (scale_args(p.weight).use != ScaleUse::kTileSums) return launch_fp8<false>(ctx, p, call);
   // For 16 tokens this kernel needs more shared memory than a block of every GPU has.
   using Parts = PartsShape<1>;

@@ -51,10 +51,10 @@ __device__ __forceinline__ void multiply_part(const uint32_t (&a)[kRegisters], u
 
 // Multiplies the stages as they arrive with their first kTokens tokens; called by a warpgroup.
 template <class Shape, int32_t kTokens, bool kHasTileSums>
-__device__ __forceinline__ void multiply_stages(const WideRing<Shape>& ring, int32_t num_blocks,
-                                                bool has_values, int32_t row_tile,
+__device__ __forceinline__ void multiply_stages(const PackedArgs& args, const WideRing<Shape>& ring,
+                                                int32_t num_blocks, int32_t row_tile,
                                                 float (&sums)[kTokens / 2]) {
-  StageOperand<Shape, kHasTileSums> operand(row_tile, has_values);
+  StageOperand<Shape, kHasTileSums> operand(args, row_tile);
   uint32_t a[2][4 * Shape::kSteps];
   float parts[kTokens / 2] = {};  // of a stage
   float by[2] = {0.0f, 0.0f};
@@ -207,8 +207,7 @@ __device__ __forceinline__ void compute_wide_tile(const PackedArgs& args, const 
                                                   int32_t num_blocks) {
   const int32_t row_tile = static_cast<int32_t>(threadIdx.x) / 32;
   float sums[kTokens / 2] = {};
-  multiply_stages<Shape, kTokens, kHasTileSums>(
-      ring, num_blocks, args.scales.use == ScaleUse::kValues, row_tile, sums);
+  multiply_stages<Shape, kTokens, kHasTileSums>(args, ring, num_blocks, row_tile, sums);
   if constexpr (Shape::kFormat == WeightFormat::kFp8 && !kHasTileSums) {
     if (args.scales.use == ScaleUse::kRowSums) {
       const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;

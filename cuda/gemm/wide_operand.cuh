@@ -8,6 +8,8 @@
 
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
+#include "gemm/int4_elements.cuh"
+#include "gemm/packed_args.h"
 #include "gemm/packed_elements.cuh"
 #include "gemm/wide_ring.cuh"
 
@@ -17,20 +19,23 @@ template <class Shape, bool kHasTileSums>
 class StageOperand {
  public:
   static constexpr bool kIsFp8 = Shape::kFormat == WeightFormat::kFp8;
+  static constexpr bool kIsInt4 = Shape::kFormat == WeightFormat::kInt4;
   using Elements = PackedElements<Shape::kFormat>;
 
-  // row_tile: of the calling warp in the block's tile; has_values: kFp8, the scales are part of the
-  // values (ScaleUse::kValues).
-  __device__ __forceinline__ StageOperand(int32_t row_tile, bool has_values)
-      : has_values_(has_values) {
+  // row_tile: of the calling warp in the block's tile.
+  __device__ __forceinline__ StageOperand(const PackedArgs& args, int32_t row_tile)
+      : has_values_(args.scales.use == ScaleUse::kValues),
+        is_float16_(args.int4.is_float16),
+        groups_(args, /*expert=*/0, /*row_tile=*/0) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
     weights_at_ = static_cast<uint32_t>(row_tile * Shape::kRowTileBytes + lane * 16);
-    scales_at_ = static_cast<uint32_t>(row_tile * 64 + lane / 4 * 4);
+    scales_at_ =
+        static_cast<uint32_t>(kIsInt4 ? row_tile * 256 + lane * 4 : row_tile * 64 + lane / 4 * 4);
   }
 
   // Reads a part of a stage; `weights` is its shared address.
   __device__ __forceinline__ void read(uint32_t weights, int32_t part) {
-    // A read of kMxfp4 has 64 columns, which may be two parts.
+    // A read of four bits has 64 columns, which may be two parts.
     if (!kIsFp8 && part * Shape::kSteps % 4 != 0) return;
 #pragma unroll
     for (int32_t i = 0; i < kPieces; ++i) {
@@ -39,17 +44,18 @@ class StageOperand {
     }
   }
 
-  // Reads the scales of a stage.
+  // Reads the scales of the next stage.
   __device__ __forceinline__ void read_scales(uint32_t scales) {
-    // kMxfp4: of the first and of the last 64 columns; kFp8: of row g and of row g + 8.
+    // kFp8: of row g and of row g + 8; else of the first and of the last 64 columns.
     scales_[0] = load_shared_4(scales + scales_at_);
-    scales_[1] = load_shared_4(scales + scales_at_ + 32);
+    scales_[1] = load_shared_4(scales + scales_at_ + (kIsInt4 ? 128 : 32));
+    ++stage_;
     if constexpr (kHasTileSums) return;
     if constexpr (kIsFp8) {
       if (!has_values_) scales_[0] = scales_[1] = __float_as_uint(1.0f);
       const float most = fmaxf(fabsf(scale(0)), fabsf(scale(1)));
       is_twice_ = __any_sync(kAllLanes, most > Elements::kMaxScale);
-    } else {
+    } else if constexpr (!kIsInt4) {
       // A byte from 128 may be above kMaxScaleByte, which is 128.
       static_assert(Elements::kMaxScaleByte == 128);
       is_twice_ = __any_sync(kAllLanes, ((scales_[0] | scales_[1]) & 0x80808080u) != 0);
@@ -58,10 +64,15 @@ class StageOperand {
 
   // The operands of the part that has been read.
   __device__ __forceinline__ void convert(int32_t part, uint32_t (&a)[4 * Shape::kSteps]) const {
-    if (!kHasTileSums && is_twice_) {
-      convert<true>(part, a);
-    } else {
-      convert<false>(part, a);
+    if constexpr (kIsInt4) {
+      return is_float16_ ? convert_codes<true>(part, a) : convert_codes<false>(part, a);
+    }
+    if constexpr (!kIsInt4) {
+      if (!kHasTileSums && is_twice_) {
+        convert<true>(part, a);
+      } else {
+        convert<false>(part, a);
+      }
     }
   }
 
@@ -92,6 +103,25 @@ class StageOperand {
     }
   }
 
+  // The same of kInt4, whose parts are packed tiles.
+  template <bool kIsFloat16>
+  __device__ __forceinline__ void convert_codes(int32_t part,
+                                                uint32_t (&a)[4 * Shape::kSteps]) const {
+    static_assert(!kIsInt4 || Shape::kSteps == 4);
+    Int4Multipliers by[2];
+    groups_.template multipliers<kIsFloat16, /*kHasHalves=*/true>(scales_[part], 2 * stage_ + part,
+                                                                  by);
+    const uint4& four = pieces_[0];
+#pragma unroll
+    for (int32_t step = 0; step < 4; ++step) {
+      const uint32_t word = step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w;
+      uint32_t to[4];
+      convert_int4<kIsFloat16>(word, by[step / 2], to);
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) a[4 * step + j] = to[j];
+    }
+  }
+
   // Of the 32 columns `group` (0 or 1) of 64 columns `half`.
   template <bool kIsTwice>
   __device__ __forceinline__ RowMultipliers multipliers(int32_t half, int32_t group) const {
@@ -104,7 +134,10 @@ class StageOperand {
     }
   }
 
-  bool has_values_;
+  bool has_values_;        // kFp8: the scales are part of the values
+  bool is_float16_;        // kInt4: the scales are float16
+  int32_t stage_ = -1;     // kInt4: whose scales have been read
+  Int4Groups groups_;      // kInt4
   bool is_twice_ = false;  // the same in all lanes of the warp
   uint32_t weights_at_;
   uint32_t scales_at_;

@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/mma.cuh"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/gemm_epilogue.cuh"
+#include "gemm/int4_elements.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_weights.h"
 #include "gemm/token_copier.cuh"
@@ -36,12 +38,14 @@ struct WideShape {
   static constexpr int32_t kRowTiles = kWeights / kPackedRows;
   static constexpr int32_t kStageDepth = 2 * kPackedColumns;
 
-  // Of a stage: two tiles of 64 columns for each row tile; a word of scales for each row.
+  // Of a stage: two tiles of 64 columns for each row tile; a word of scales for each row, of kInt4
+  // for each lane of a warp and each tile.
   static constexpr int32_t kRowTileBytes = 2 * packed_tile_bytes(format);
   static constexpr int32_t kWeightBytes = kRowTiles * kRowTileBytes;
   static constexpr int32_t kTokenBytes = tokens * 128;  // of 64 columns
   static constexpr int32_t kTileBytes = 2 * kTokenBytes + kWeightBytes;
-  static constexpr int32_t kScaleBytes = kWeights * 4;
+  static constexpr int32_t kScaleBytes =
+      format == WeightFormat::kInt4 ? kRowTiles * 2 * 128 : kWeights * 4;
   static constexpr int32_t kStageBytes = kTileBytes + kScaleBytes;
   static_assert(tokens % 16 == 0 && kTileBytes % 1024 == 0);
 
@@ -179,12 +183,44 @@ class ScaleCopier {
   const std::byte* from_[kCount];
 };
 
+// The same of kInt4: of each row tile and each of its two tiles of 64 columns, the words that the
+// lanes of a warp need (Int4Groups). A lane copies its own.
+template <class Shape>
+class Int4ScaleCopier {
+ public:
+  __device__ __forceinline__ Int4ScaleCopier(const PackedArgs& args, const ExpertTile& tile,
+                                             int32_t lane)
+      : lane_(lane),
+        last_((args.n - 1) / kPackedRows - tile.column_tile * Shape::kRowTiles),
+        groups_(args, tile.expert, tile.column_tile * Shape::kRowTiles) {}
+
+  __device__ __forceinline__ void copy(uint32_t to, int32_t block) const {
+    if (!groups_.reads()) return;
+#pragma unroll
+    for (int32_t t = 0; t < 2; ++t) {
+      const std::byte* const from = groups_.word_of(2 * block + t);
+#pragma unroll
+      for (int32_t i = 0; i < Shape::kRowTiles; ++i) {
+        cp_async_4(to + static_cast<uint32_t>((2 * i + t) * 128 + lane_ * 4),
+                   from + int64_t{min(i, last_)} * groups_.row_bytes());
+      }
+    }
+  }
+
+ private:
+  int32_t lane_;
+  int32_t last_;  // row tile of the matrix, counted from the block's first
+  Int4Groups groups_;
+};
+
 // Fills the ring with weights and scales; called by a warp.
 template <class Shape>
 __device__ __forceinline__ void produce_weights(const WideRing<Shape>& ring, const PackedArgs& args,
                                                 const ExpertTile& tile, int32_t num_blocks) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const ScaleCopier<Shape> scales(args, tile, lane);
+  using Scales = std::conditional_t<Shape::kFormat == WeightFormat::kInt4, Int4ScaleCopier<Shape>,
+                                    ScaleCopier<Shape>>;
+  const Scales scales(args, tile, lane);
   const int32_t tile_cols = (args.k + kPackedColumns - 1) / kPackedColumns;
   const int64_t row_bytes = int64_t{tile_cols} * (Shape::kRowTileBytes / 2);
   const int32_t first = tile.column_tile * Shape::kRowTiles;

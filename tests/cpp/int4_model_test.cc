@@ -8,13 +8,17 @@
 
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/overloaded.h"
 #include "model/weights/linear_costs.h"
 #include "model/weights/visit_weights.h"
+#include "model/weights/weight_layout.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 #include "support/format_tensors.h"
@@ -28,26 +32,10 @@ using testing::format_tensors;
 using testing::FormatTensor;
 using testing::FormatTensors;
 using ::testing::HasSubstr;
+using testing::int4_config;
 using testing::message_of;
-using testing::mixture_config;
 using testing::put_all;
 using testing::value_in_memory;
-
-// mixture_config with int4 in place of all formats: groups, rows, zero points and orders.
-std::string int4_config(const std::vector<Edit>& edits = {}) {
-  std::vector<Edit> all = {
-      {R"({"format": "fp8", "scales": [128, 128]})",
-       R"({"format": "int4", "group": 32, "has_zeros": true})"},
-      {R"({"format": "fp8", "scales": "row"})", R"({"format": "int4", "group": "row"})"},
-      {R"("gate_up": {"format": "mxfp4"}, "down": {"format": "mxfp4"})",
-       R"("gate_up": {"format": "int4", "group": 160, "has_zeros": true, "has_order": true},
-          "down": {"format": "int4", "group": 32, "has_order": true})"},
-      {R"({"format": "fp8", "scales": "tensor"})",
-       R"({"format": "int4", "group": 32, "has_zeros": true, "has_order": true})"},
-      {R"("down": {"format": "mxfp4"}}}]})", R"("down": {"format": "int4", "group": 64}}}]})"}};
-  all.insert(all.end(), edits.begin(), edits.end());
-  return mixture_config(all);
-}
 
 std::shared_ptr<const Model> build(const FormatTensors& tensors, DType dtype = DType::kBFloat16) {
   ModelBuilder builder(int4_config(), dtype);
@@ -210,14 +198,6 @@ TEST(Int4Model, RefusesDescriptions) {
   }
 }
 
-TEST(Int4Model, NoGpuHasAProduct) {
-  EXPECT_THAT(
-      message_of<Unsupported>(
-          [] { static_cast<void>(ModelBuilder(int4_config(), DType::kBFloat16, Device::kCuda)); }),
-      HasSubstr("device is 'cuda', but layers.0.attn.qkv of mixture has int4 weights, which "
-                "no GPU kernel reads yet; allowed: device='cpu', or the bfloat16 weights"));
-}
-
 TEST(Int4Model, UpdatesEqualANewModel) {
   const auto model = build(format_tensors(int4_config(), 7));
   const FormatTensors tensors = format_tensors(int4_config(), 8);
@@ -276,6 +256,45 @@ TEST(Int4Model, CostsCountEveryByte) {
     } else if (cost.name == "layers.0.mlp.experts.gate_up") {
       EXPECT_EQ(cost.bytes, elements / 2 + cost.rows * 3 + cost.cols * 4);
     }
+  }
+}
+
+// On a GPU codes, scales and zero points lie in tiles, padded with zeros.
+TEST(Int4Model, ABfloat16GpuHasItPacked) {
+  const DecoderConfig config = parse_decoder_config(int4_config());
+  const auto layout = [&](DType dtype, DecoderWeights& weights) {
+    Carver carver(dtype, Device::kCuda, /*base=*/nullptr);
+    lay_out(config, carver, weights);
+    std::map<std::string, NamedWeight> named;
+    for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = std::move(weight);
+    return named;
+  };
+  DecoderWeights weights;
+  std::map<std::string, NamedWeight> named = layout(DType::kBFloat16, weights);
+  const WeightMatrix& qkv =
+      std::get<MultiHeadAttentionWeights>(weights.layers[0].attention).qkv.weight;  // 224 x 160
+  EXPECT_TRUE(qkv.is_packed());
+  EXPECT_EQ(qkv.data_bytes(), 14 * 3 * 512);
+  EXPECT_EQ(qkv.scales_bytes(), 14 * 5 * 32);
+  EXPECT_EQ(qkv.zeros_bytes(), 14 * 3 * 32);
+  const NamedWeight& codes = named.at("layers.0.attn.k.weight");
+  const NamedWeight& scales = named.at("layers.0.attn.k.scales");
+  const NamedWeight& zeros = named.at("layers.0.attn.k.zeros");
+  ASSERT_TRUE(codes.packed && scales.packed && zeros.packed);
+  EXPECT_EQ(codes.packed->kind, PackedKind::kInt4);
+  EXPECT_EQ(std::tuple(scales.packed->kind, scales.packed->first_row, scales.packed->row_bytes),
+            std::tuple(PackedKind::kInt4Scales, 160, 10));
+  EXPECT_EQ(std::tuple(zeros.packed->kind, zeros.packed->num_rows, zeros.packed->row_bytes),
+            std::tuple(PackedKind::kMxfp4Scales, 32, 5));
+  EXPECT_EQ(scales.offset, codes.offset + qkv.data_bytes());
+  EXPECT_GE(named.at("layers.0.attn.o.weight").offset, zeros.offset + qkv.zeros_bytes());
+  const ExpertMatrices& gate_up =
+      std::get<MoeMlpWeights>(weights.layers[0].mlp).gate_up.weight;  // 6 of 192 x 160
+  EXPECT_EQ(gate_up.scales_stride, 12 * 32);
+  EXPECT_EQ(named.at("layers.0.mlp.experts.gate_up.zeros").packed->matrix_stride, 12 * 32);
+  EXPECT_FALSE(named.at("layers.0.mlp.experts.gate_up.order").packed);
+  for (const auto& [name, weight] : layout(DType::kFloat32, weights)) {
+    EXPECT_FALSE(weight.packed) << name;
   }
 }
 

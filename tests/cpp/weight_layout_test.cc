@@ -423,6 +423,12 @@ TEST(PackedReference, HasTheDocumentedBits) {
         static_cast<uint8_t>(col % 2 == 0 ? element : element << 4);
     return testing::packed(PackedKind::kMxfp4, rows, 32);
   };
+  const auto int4 = [](int64_t row, int64_t col, int32_t code) {
+    std::vector<uint8_t> rows(16 * 32);
+    rows[static_cast<size_t>(row * 32 + col / 2)] =
+        static_cast<uint8_t>(col % 2 == 0 ? code : code << 4);
+    return testing::packed(PackedKind::kInt4, rows, 32);
+  };
   const auto fp8 = [](int64_t row, int64_t col, uint8_t element) {
     std::vector<uint8_t> rows(16 * 64);
     rows[static_cast<size_t>(row * 64 + col)] = element;
@@ -434,17 +440,27 @@ TEST(PackedReference, HasTheDocumentedBits) {
   EXPECT_EQ(word_at(mxfp4(3, 40, 10), 12 * 4 + 2), 0x0202u);      // a2: sign 9, exponent 01
   EXPECT_EQ(word_at(mxfp4(12, 63, 6), 19 * 4 + 3), 0x40200000u);  // a3: exponent 14 and 5
   EXPECT_EQ(word_at(mxfp4(12, 63, 9), 19 * 4 + 3), 0x20100000u);  // a3: sign 13, mantissa 4
+  EXPECT_EQ(word_at(int4(0, 0, 13), 0), 0xdu);                    // a0 of lane 0
+  EXPECT_EQ(word_at(int4(9, 23, 6), 7 * 4 + 1), 0x00600000u);     // a1 of lane 7, step 1
+  EXPECT_EQ(word_at(int4(3, 40, 10), 12 * 4 + 2), 0x0a00u);       // a2 of lane 12, step 2
+  EXPECT_EQ(word_at(int4(12, 63, 7), 19 * 4 + 3), 0x70000000u);   // a3 of lane 19, step 3
   EXPECT_EQ(word_at(fp8(8, 0, 0xff), 1), 0x87f0u);                // a1 of lane 0
   EXPECT_EQ(word_at(fp8(0, 41, 0x88), 128), 0x08080000u);         // a2: sign 11, exponent 0001
   EXPECT_EQ(word_at(fp8(5, 30, 0x77), 23 * 4 + 2), 0x7007u);      // a2: exponent 1110
   std::vector<uint8_t> scales(16 * 2);
   scales[10 * 2 + 1] = 77;
   EXPECT_EQ(testing::packed(PackedKind::kMxfp4Scales, scales, 2)[2 * 4 + 3], 77);
+  // Of int4 the second byte of the scale of row 10, and of a second group.
+  EXPECT_EQ(testing::packed(PackedKind::kInt4Scales, scales, 2)[2 * 4 + 3], 77);
+  std::vector<uint8_t> of_two(16 * 4);
+  of_two[3 * 4 + 2] = 78;
+  EXPECT_EQ(testing::packed(PackedKind::kInt4Scales, of_two, 4)[32 + 3 * 4], 78);
 }
 
 TEST(PackedReference, UnpacksWhatItPacked) {
   std::mt19937_64 random(1);
-  for (const PackedKind kind : {PackedKind::kFp8, PackedKind::kMxfp4, PackedKind::kMxfp4Scales}) {
+  for (const PackedKind kind : {PackedKind::kFp8, PackedKind::kMxfp4, PackedKind::kMxfp4Scales,
+                                PackedKind::kInt4, PackedKind::kInt4Scales}) {
     for (const int64_t rows : {1, 8, 15, 16, 17, 40, 70}) {
       for (const int64_t row_bytes : {1, 2, 16, 31, 32, 33, 64, 80, 90, 160}) {
         std::vector<uint8_t> bytes(static_cast<size_t>(rows * row_bytes));

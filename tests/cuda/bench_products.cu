@@ -105,7 +105,9 @@ struct ScaledProduct {
   WeightFormat format;
   int32_t n;
   int32_t k;
-  int32_t scale_cols = 0;   // kFp8: 128 for tiles of 128 rows, 0 for a scale a row
+  // kFp8: 128 for tiles of 128 rows, 0 for a scale a row; kInt4: the columns of a group, which has
+  // a scale in float16 and a zero point
+  int32_t scale_cols = 0;
   int32_t num_experts = 0;  // 0: one matrix, a product of `gemm`
   bool is_gathered = false;
   bool has_shared = false;        // one more expert with all rows
@@ -114,11 +116,18 @@ struct ScaledProduct {
 constexpr int32_t kTopK = 4;
 constexpr WeightFormat kMxfp4 = WeightFormat::kMxfp4;
 constexpr WeightFormat kFp8 = WeightFormat::kFp8;
+constexpr WeightFormat kInt4 = WeightFormat::kInt4;
 constexpr ScaledProduct kScaledProducts[] = {
     {"gemm/qwen3-8b-fp8/qkv", kFp8, 6144, 4096, 128},
     {"gemm/qwen3-8b-fp8/o", kFp8, 4096, 4096, 128},
     {"gemm/qwen3-8b-fp8/gate_up", kFp8, 24576, 4096, 128},
     {"gemm/qwen3-8b-fp8/down", kFp8, 4096, 12288, 128},
+    {"gemm/qwen3-8b-int4/qkv", kInt4, 6144, 4096, 128},
+    {"gemm/qwen3-8b-int4/o", kInt4, 4096, 4096, 128},
+    {"gemm/qwen3-8b-int4/gate_up", kInt4, 24576, 4096, 128},
+    {"gemm/qwen3-8b-int4/down", kInt4, 4096, 12288, 128},
+    {"expert_gemm/qwen3-30b-a3b-int4/gate_up", kInt4, 1536, 2048, 128, 128, true},
+    {"expert_gemm/qwen3-30b-a3b-int4/down", kInt4, 2048, 768, 128, 128},
     {"gemm/llama-3-8b-fp8/gate_up", kFp8, 28672, 4096},
     {"gemm/llama-3-8b-fp8/down", kFp8, 4096, 14336},
     {.name = "gemm/deepseek-v4/o_groups",
@@ -181,9 +190,16 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
     w.scale_cols = s.scale_cols == 0 ? s.k : s.scale_cols;
     w.has_exact_scales = s.has_exact_scales;
   }
+  if (s.format == WeightFormat::kInt4) {
+    w.scale_rows = 1;
+    w.scale_cols = s.scale_cols;
+    w.scale_dtype = DType::kFloat16;
+    w.has_zeros = true;
+  }
   const int32_t num_matrices = std::max(s.num_experts, 1) + (s.has_shared ? 1 : 0);
   const int64_t matrix_bytes = w.data_bytes();
   const int64_t scale_bytes = w.scales_bytes();
+  const int64_t zero_bytes = w.zeros_bytes();
   const Rows batch = first_rows(m, m);
   const ExpertRows routed =
       is_mixture ? expert_rows_of(Routed::kRandom, s.num_experts, kTopK, batch, 1, s.has_shared)
@@ -194,7 +210,7 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
     if (routed.expert_begin[e + 1] > routed.expert_begin[e]) ++hit;
   }
   timed.weight_bytes = hit * matrix_bytes;
-  timed.bytes = timed.weight_bytes + hit * scale_bytes;
+  timed.bytes = timed.weight_bytes + hit * (scale_bytes + zero_bytes);
 
   const Handle begin = op.add(int_array("expert_begin", Role::kInput, routed.expert_begin));
   const Handle num_rows = op.add(int_array<int32_t>("num_rows", Role::kInput, {m}));
@@ -209,16 +225,23 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
   const Handle weight = add("weight", Role::kInput, Element::kU8, num_matrices * matrix_bytes);
   const Handle scales =
       scale_bytes == 0 ? kNoArray
-      : s.format == WeightFormat::kMxfp4
+      : s.format == WeightFormat::kMxfp4 || s.format == WeightFormat::kInt4
           ? op.add(int_array("scales", Role::kInput,
                              std::vector<uint8_t>(static_cast<size_t>(num_matrices * scale_bytes),
                                                   uint8_t{120})))
           : add("scales", Role::kInput, Element::kF32, num_matrices * scale_bytes / 4);
+  const Handle zeros =
+      zero_bytes == 0
+          ? kNoArray
+          : op.add(int_array(
+                "zeros", Role::kInput,
+                std::vector<uint8_t>(static_cast<size_t>(num_matrices * zero_bytes), uint8_t{8})));
   const Handle y = add("y", Role::kOutput, Element::kBf16, timed.rows * s.n);
   op.run_cuda = [=, rows = timed.rows](CudaContext& ctx, const Addresses& at) {
     WeightMatrix matrix = w;
     matrix.data = at.raw(weight);
     matrix.scales = at.raw(scales);
+    matrix.zeros = at.get<uint8_t>(zeros);
     if (!is_mixture) {
       gemm(ctx, {.num_rows = at.get<int32_t>(num_rows),
                  .max_rows = m,

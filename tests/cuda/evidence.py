@@ -129,6 +129,7 @@ BENCHES = {
         "unrolled,replay,while",
     ],
     "qwen3-8b-fp8": ["--config", "qwen3-8b-fp8", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
+    "qwen3-8b-int4": ["--config", "qwen3-8b-int4", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
     "gpt-oss-20b": ["--config", "gpt-oss-20b", *speculative("eagle3", "gpt-oss-20b-eagle3", 2.61)],
     "gpt-oss-120b": ["--config", "gpt-oss-120b", *speculative("draft_model", "gpt-oss-20b", 2.3)],
     "glm-4.7-flash": ["--config", "glm-4.7-flash", *speculative("mtp", None, 2.19)],

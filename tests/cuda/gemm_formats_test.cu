@@ -10,10 +10,13 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <ostream>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/device_memory.h"
@@ -40,6 +43,10 @@ struct Format {
   Scales scales = Scales::kNone;
   int32_t scale_rows = 1;
   int32_t scale_cols = 0;  // 0: all of K
+  // Of int4.
+  DType scale_dtype = DType::kBFloat16;
+  bool has_zeros = false;
+  bool has_order = false;
 };
 constexpr Format kPlain = {"plain", WeightFormat::kPlain};
 constexpr Format kMxfp4 = {"mxfp4", WeightFormat::kMxfp4, Scales::kPowers};
@@ -52,6 +59,23 @@ constexpr Format kFp8BlockPowers = {"fp8_block_powers", WeightFormat::kFp8, Scal
                                     128};
 constexpr Format kFp8Wide = {"fp8_wide", WeightFormat::kFp8, Scales::kWidePowers, 64, 128};
 
+constexpr Format int4(const char* name, int32_t scale_cols, DType scale_dtype, bool has_zeros,
+                      bool has_order = false) {
+  return {.name = name,
+          .format = WeightFormat::kInt4,
+          .scale_cols = scale_cols,
+          .scale_dtype = scale_dtype,
+          .has_zeros = has_zeros,
+          .has_order = has_order};
+}
+constexpr Format kInt4 = int4("int4", 128, DType::kBFloat16, false);
+constexpr Format kInt4Zeros = int4("int4_zeros", 128, DType::kFloat16, true);
+constexpr Format kInt4Row = int4("int4_row", 0, DType::kFloat16, false);
+constexpr Format kInt4Wide = int4("int4_wide", 64, DType::kBFloat16, true);
+constexpr Format kInt4Narrow = int4("int4_narrow", 32, DType::kFloat16, true);
+constexpr Format kInt4Ordered = int4("int4_ordered", 32, DType::kFloat16, true, true);
+constexpr Format kInt4OrderedWide = int4("int4_ordered_wide", 128, DType::kBFloat16, false, true);
+
 // Random elements; without the NaN of fp8.
 __global__ void fill_elements(uint8_t* to, int64_t count, uint64_t seed, bool is_fp8) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -62,9 +86,10 @@ __global__ void fill_elements(uint8_t* to, int64_t count, uint64_t seed, bool is
 }
 
 // The values that products multiply: elements times scales; elements alone where scales is null.
-__global__ void dequantize(const uint8_t* from, const float* scales, WeightMatrix w,
-                           int64_t matrix_bytes, int64_t matrix_scales, int32_t num_matrices,
-                           __nv_bfloat16* to) {
+// zeros: of int4, row-major, or null.
+__global__ void dequantize(const uint8_t* from, const float* scales, const uint8_t* zeros,
+                           WeightMatrix w, int64_t matrix_bytes, int64_t matrix_scales,
+                           int32_t num_matrices, __nv_bfloat16* to) {
   const int64_t elements = int64_t{w.n} * w.k;
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   const int32_t tiles = (w.k + w.scale_cols - 1) / w.scale_cols;
@@ -75,7 +100,13 @@ __global__ void dequantize(const uint8_t* from, const float* scales, WeightMatri
     const auto column = static_cast<int32_t>(i % elements % w.k);
     const uint8_t* const bytes = from + matrix * matrix_bytes;
     float value;
-    if (w.format == WeightFormat::kMxfp4) {
+    const int64_t scale_at =
+        matrix * matrix_scales + int64_t{row / w.scale_rows} * tiles + column / w.scale_cols;
+    if (w.format == WeightFormat::kInt4) {
+      const uint8_t byte = bytes[i % elements / 2];
+      const int zero = zeros != nullptr ? zeros[scale_at] : kInt4Zero;
+      value = static_cast<float>((column % 2 == 0 ? byte & 15 : byte >> 4) - zero);
+    } else if (w.format == WeightFormat::kMxfp4) {
       const uint8_t byte = bytes[i % elements / 2];
       const int bits = column % 2 == 0 ? byte & 15 : byte >> 4;
       const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
@@ -86,11 +117,17 @@ __global__ void dequantize(const uint8_t* from, const float* scales, WeightMatri
       const auto mantissa = static_cast<float>(exponent == 0 ? byte & 7 : 8 + (byte & 7));
       value = ldexpf((byte & 0x80) != 0 ? -mantissa : mantissa, max(exponent, 1) - 10);
     }
-    if (scales != nullptr) {
-      value *= scales[matrix * matrix_scales + int64_t{row / w.scale_rows} * tiles +
-                      column / w.scale_cols];
-    }
+    if (scales != nullptr) value *= scales[scale_at];
     to[i] = __float2bfloat16_rn(value);
+  }
+}
+
+// Rows of x in the order of the columns of W.
+__global__ void put_in_order(const __nv_bfloat16* x, const int32_t* order, int64_t count, int32_t k,
+                             __nv_bfloat16* to) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    to[i] = x[i / k * k + order[i % k]];
   }
 }
 
@@ -122,7 +159,9 @@ DeviceVector<uint8_t> packed_on_gpu(PackedKind kind, const DeviceVector<uint8_t>
 struct Weights {
   ExpertMatrices matrices;
   DeviceVector<uint8_t> data;
-  DeviceVector<uint8_t> scale_bytes;  // mxfp4
+  DeviceVector<uint8_t> scale_bytes;  // mxfp4 and int4
+  DeviceVector<uint8_t> zeros;        // int4, as are the orders
+  DeviceVector<int32_t> orders;
   DeviceVector<float> scales;
   DeviceVector<__nv_bfloat16> values;
   int64_t matrix_scales = 0;
@@ -141,16 +180,21 @@ struct Weights {
       return;
     }
     const bool is_fp8 = format.format == WeightFormat::kFp8;
+    const bool is_int4 = format.format == WeightFormat::kInt4;
     w.scale_rows = format.scale_rows;
-    w.scale_cols = !is_fp8 ? kMxfp4Columns : format.scale_cols == 0 ? k : format.scale_cols;
+    w.scale_cols = !is_fp8 && !is_int4      ? kMxfp4Columns
+                   : format.scale_cols == 0 ? k
+                                            : format.scale_cols;
+    w.scale_dtype = format.scale_dtype;
+    w.has_zeros = format.has_zeros;
+    w.has_order = format.has_order;
     w.has_exact_scales = is_fp8 && format.scales != Scales::kAny;
     const int64_t matrix_bytes = n * w.row_bytes();
     const DeviceVector<uint8_t> rows(num_matrices * matrix_bytes);
     fill_elements<<<1024, 256, 0, ctx.stream()>>>(rows.data(), rows.size(), base_seed() + 1,
                                                   is_fp8);
     ctx.synchronize();
-    data = packed_on_gpu(is_fp8 ? PackedKind::kFp8 : PackedKind::kMxfp4, rows, num_matrices, n,
-                         w.row_bytes());
+    data = packed_on_gpu(packed_kind(w.format), rows, num_matrices, n, w.row_bytes());
     w.layout = layout_on(Device::kCuda, w.format, w.dtype);
     w.data = reinterpret_cast<const std::byte*>(data.data());
     matrices.data_stride = w.data_bytes();
@@ -160,6 +204,10 @@ struct Weights {
     const auto between = [&](int low, int high) {
       return low + static_cast<int>(random() % static_cast<uint64_t>(high - low + 1));
     };
+    if (is_int4) {
+      set_int4(ctx, rows, matrix_bytes, random);
+      return;
+    }
     std::vector<float> host(static_cast<size_t>(num_matrices * matrix_scales));
     std::vector<uint8_t> bytes(host.size());
     for (size_t i = 0; i < host.size(); ++i) {
@@ -182,9 +230,20 @@ struct Weights {
       matrices.scales_stride = w.scales_bytes();
     }
     dequantize<<<1024, 256, 0, ctx.stream()>>>(
-        rows.data(), format.scales == Scales::kAny ? nullptr : scales.data(), w, matrix_bytes,
-        matrix_scales, num_matrices, values.data());
+        rows.data(), format.scales == Scales::kAny ? nullptr : scales.data(), nullptr, w,
+        matrix_bytes, matrix_scales, num_matrices, values.data());
     ctx.synchronize();
+  }
+
+  // x in the order of a matrix's columns; `room` has as much memory.
+  [[nodiscard]] const __nv_bfloat16* in_order(CudaTestContext& ctx, int32_t matrix,
+                                              const DeviceVector<__nv_bfloat16>& x,
+                                              DeviceVector<__nv_bfloat16>& room) const {
+    const WeightMatrix& w = matrices.first;
+    if (!w.has_order) return x.data();
+    put_in_order<<<1024, 256, 0, ctx.stream()>>>(x.data(), orders.data() + int64_t{matrix} * w.k,
+                                                 x.size(), w.k, room.data());
+    return room.data();
   }
 
   [[nodiscard]] ReferenceExtras extras(int32_t matrix) const {
@@ -193,6 +252,60 @@ struct Weights {
     return {.scales = scales.data() + matrix * matrix_scales,
             .scale_rows = w.scale_rows,
             .part = w.scale_cols};
+  }
+
+ private:
+  // The scales, zero points and orders of int4, and the values. rows: of codes.
+  void set_int4(CudaTestContext& ctx, const DeviceVector<uint8_t>& rows, int64_t matrix_bytes,
+                std::mt19937_64& random) {
+    WeightMatrix& w = matrices.first;
+    const int32_t num_matrices = matrices.num_experts;
+    const auto below = [&](int n) { return static_cast<int>(random() % static_cast<uint64_t>(n)); };
+    const auto count = static_cast<size_t>(num_matrices * matrix_scales);
+    std::vector<float> host(count);
+    std::vector<uint8_t> bytes(2 * count);
+    for (size_t i = 0; i < count; ++i) {
+      // Random mantissas and signs; exponents that both dtypes have.
+      const bool is_half = w.scale_dtype == DType::kFloat16;
+      const int mantissa_bits = is_half ? 10 : 7;
+      const int mantissa = below(1 << mantissa_bits);
+      const int exponent = -9 + below(6);
+      const bool is_negative = below(2) != 0;
+      host[i] =
+          std::ldexp(static_cast<float>((1 << mantissa_bits) + mantissa), exponent - mantissa_bits);
+      if (is_negative) host[i] = -host[i];
+      const int bias = is_half ? 15 : 127;
+      const int bits = (is_negative ? 0x8000 : 0) | (exponent + bias) << mantissa_bits | mantissa;
+      bytes[2 * i] = static_cast<uint8_t>(bits & 0xff);
+      bytes[2 * i + 1] = static_cast<uint8_t>(bits >> 8);
+    }
+    scales = DeviceVector<float>(host);
+    const int64_t groups = w.num_scale_cols();
+    scale_bytes = packed_on_gpu(PackedKind::kInt4Scales, DeviceVector<uint8_t>(bytes), num_matrices,
+                                w.n, 2 * groups);
+    w.scales = reinterpret_cast<const std::byte*>(scale_bytes.data());
+    matrices.scales_stride = w.scales_bytes();
+    std::vector<uint8_t> host_zeros(count);
+    for (uint8_t& zero : host_zeros) zero = static_cast<uint8_t>(below(16));
+    const DeviceVector<uint8_t> zero_rows(host_zeros);
+    if (w.has_zeros) {
+      zeros = packed_on_gpu(PackedKind::kMxfp4Scales, zero_rows, num_matrices, w.n, groups);
+      w.zeros = zeros.data();
+    }
+    if (w.has_order) {
+      std::vector<int32_t> order(static_cast<size_t>(num_matrices) * static_cast<size_t>(w.k));
+      for (size_t i = 0; i < order.size(); ++i) {
+        const auto column = static_cast<int32_t>(i % static_cast<size_t>(w.k));
+        order[i] = column;
+        std::swap(order[i], order[i - static_cast<size_t>(below(column + 1))]);
+      }
+      orders = DeviceVector<int32_t>(order);
+      w.order = orders.data();
+    }
+    dequantize<<<1024, 256, 0, ctx.stream()>>>(
+        rows.data(), scales.data(), w.has_zeros ? zero_rows.data() : nullptr, w, matrix_bytes,
+        matrix_scales, num_matrices, values.data());
+    ctx.synchronize();
   }
 };
 
@@ -229,8 +342,10 @@ TEST_P(GemmFormats, EqualTheReferenceOnDequantizedWeights) {
   DeviceVector<float> reference(outputs);
   GemmOutputs y(outputs);
   fill_normal<<<1024, 256, 0, ctx.stream()>>>(x.data(), x.size(), base_seed(), 1.0f);
+  DeviceVector<__nv_bfloat16> ordered(weights.matrices.first.has_order ? x.size() : 1);
   reference_gemm<<<dim3((n + 31) / 32, (kMostRows + 15) / 16), 128, 0, ctx.stream()>>>(
-      x.data(), weights.values.data(), reference.data(), kMostRows, n, k, weights.extras(0));
+      weights.in_order(ctx, 0, x, ordered), weights.values.data(), reference.data(), kMostRows, n,
+      k, weights.extras(0));
   ctx.synchronize();
   int64_t num_different = 0;
   for (const int32_t num_rows : kNumRows) {
@@ -266,7 +381,14 @@ INSTANTIATE_TEST_SUITE_P(
                       DenseCase{kFp8RowPowers, 11000, 144}, DenseCase{kFp8Block, 11000, 272},
                       DenseCase{kFp8BlockPowers, 4096, 4096}, DenseCase{kFp8BlockPowers, 321, 1360},
                       DenseCase{kFp8BlockPowers, 8192, 4096}, DenseCase{kFp8RowPowers, 6001, 656},
-                      DenseCase{kFp8Wide, 1000, 656}, DenseCase{kFp8Wide, 5000, 656}));
+                      DenseCase{kFp8Wide, 1000, 656}, DenseCase{kFp8Wide, 5000, 656},
+                      DenseCase{kInt4, 4096, 4096}, DenseCase{kInt4, 6144, 4096},
+                      DenseCase{kInt4Zeros, 24576, 4096}, DenseCase{kInt4Zeros, 4096, 12288},
+                      DenseCase{kInt4Zeros, 97, 384}, DenseCase{kInt4Row, 321, 352},
+                      DenseCase{kInt4Row, 1000, 1024}, DenseCase{kInt4Wide, 130, 2880},
+                      DenseCase{kInt4Wide, 11000, 192}, DenseCase{kInt4Narrow, 321, 352},
+                      DenseCase{kInt4Narrow, 4096, 1376}, DenseCase{kInt4Narrow, 1, 32},
+                      DenseCase{kInt4Ordered, 321, 352}, DenseCase{kInt4OrderedWide, 4096, 1024}));
 
 // --- Mixtures ------------------------------------------------------------------------------------
 
@@ -313,6 +435,7 @@ TEST_P(ExpertGemm, EqualsTheReferenceOfEveryExpert) {
   DeviceVector<__nv_bfloat16> x(int64_t{num_rows} * k);
   DeviceVector<float> reference(outputs);
   GemmOutputs y(outputs);
+  DeviceVector<__nv_bfloat16> ordered(weights.matrices.first.has_order ? x.size() : 1);
   fill_normal<<<1024, 256, 0, ctx.stream()>>>(x.data(), x.size(), base_seed(), 1.0f);
   int64_t num_different = 0;
   for (const bool is_gathered : {true, false}) {
@@ -322,8 +445,9 @@ TEST_P(ExpertGemm, EqualsTheReferenceOfEveryExpert) {
       if (rows == 0) continue;
       ReferenceExtras extras = weights.extras(e);
       if (is_gathered) extras.x_rows = x_rows.data() + first;
+      const __nv_bfloat16* const its_x = weights.in_order(ctx, e, x, ordered);
       reference_gemm<<<dim3((n + 31) / 32, (rows + 15) / 16), 128, 0, ctx.stream()>>>(
-          is_gathered ? x.data() : x.data() + int64_t{first} * k,
+          is_gathered ? its_x : its_x + int64_t{first} * k,
           weights.values.data() + int64_t{e} * n * k, reference.data() + int64_t{first} * n, rows,
           n, k, extras);
       if (is_gathered) {
@@ -366,7 +490,11 @@ INSTANTIATE_TEST_SUITE_P(
         MixtureCase{kPlain, 16, 97, 328, 300, Routing::kOneExpert},
         MixtureCase{kFp8Row, 8, 321, 656, 50}, MixtureCase{kFp8Row, 4, 321, 656, 900},
         MixtureCase{kFp8Block, 8, 321, 656, 50}, MixtureCase{kFp8Block, 8, 321, 656, 200},
-        MixtureCase{kFp8Block, 4, 321, 656, 900}, MixtureCase{kFp8BlockPowers, 8, 321, 656, 200}));
+        MixtureCase{kFp8Block, 4, 321, 656, 900}, MixtureCase{kFp8BlockPowers, 8, 321, 656, 200},
+        MixtureCase{kInt4, 128, 1536, 2048, 8}, MixtureCase{kInt4Zeros, 128, 768, 2048, 512},
+        MixtureCase{kInt4Zeros, 8, 321, 640, 900}, MixtureCase{kInt4Narrow, 5, 97, 352, 60},
+        MixtureCase{kInt4Narrow, 4, 320, 352, 600, Routing::kOneExpert},
+        MixtureCase{kInt4Ordered, 8, 97, 352, 100}, MixtureCase{kInt4Ordered, 3, 64, 96, 200}));
 
 }  // namespace
 }  // namespace paceline::testing

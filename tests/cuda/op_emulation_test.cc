@@ -22,8 +22,11 @@
 #include "cuda/emulator/guarded_memory.h"
 #include "cuda/emulator/not_emulated.h"
 #include "support/op_cases.h"
+#include "support/op_cases_moe.h"
 #include "support/op_comparison.h"
+#include "support/op_specs.h"
 #include "support/seed.h"
+#include "support/weight_spec.h"
 
 namespace paceline::testing {
 namespace {
@@ -156,6 +159,55 @@ class OpEmulation : public ::testing::Test {
  private:
   OpCase case_;
 };
+
+// --- int4 ----------------------------------------------------------------------------------------
+
+// The output of an instance.
+std::vector<std::byte> y_of(const OpInstance& op) {
+  return run_emulated(op, Machine::kSmall,
+                      {.seed = base_seed()})[static_cast<size_t>(op.find("y"))];
+}
+
+// Compares products of int4 weights with those of the plain weights that they stand for.
+template <class Spec>
+void expect_plain_bits(OpInstance (*make)(const Spec&, const Rows&, uint64_t), const Spec& spec,
+                       const std::string& what) {
+  for (const int32_t num_rows : {1, 3, 17}) {
+    const Rows rows = first_rows(num_rows, num_rows + 2);
+    Spec plain = spec;
+    plain.weight.is_dequantized = true;
+    EXPECT_TRUE(y_of(make(spec, rows, base_seed())) == y_of(make(plain, rows, base_seed())))
+        << what << ", " << num_rows << " rows";
+  }
+}
+
+TEST(Int4Emulation, HasTheBitsOfThePlainWeights) {
+  TRACE_SEED();
+  const auto is_tried = [](const WeightSpec& weight) {
+    return weight.format == WeightFormat::kInt4 && weight.dtype == DType::kBFloat16 &&
+           weight.is_exact();
+  };
+  int32_t num_tried = 0;
+  for (const ExpertGemmCase& c : expert_gemm_cases()) {
+    if (!is_tried(c.spec.weight)) continue;
+    expect_plain_bits(make_expert_gemm, c.spec, c.name);
+    ++num_tried;
+  }
+  EXPECT_GT(num_tried, 10);
+  for (const int32_t scale_cols : {0, 32, 64, 96, 128}) {
+    for (const DType scale_dtype : {DType::kBFloat16, DType::kFloat16}) {
+      for (const bool has_zeros : {false, true}) {
+        const GemmSpec spec = {.n = 130,
+                               .k = 384,
+                               .weight = {.format = WeightFormat::kInt4,
+                                          .scale_cols = scale_cols,
+                                          .scale_dtype = scale_dtype,
+                                          .has_zeros = has_zeros}};
+        expect_plain_bits(make_gemm, spec, weight_suffix(spec.weight));
+      }
+    }
+  }
+}
 
 struct Sized {
   OpCase op_case;

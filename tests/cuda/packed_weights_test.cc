@@ -35,7 +35,8 @@ namespace {
 
 // --- Rows ----------------------------------------------------------------------------------------
 
-constexpr PackedKind kKinds[] = {PackedKind::kFp8, PackedKind::kMxfp4, PackedKind::kMxfp4Scales};
+constexpr PackedKind kKinds[] = {PackedKind::kFp8, PackedKind::kMxfp4, PackedKind::kMxfp4Scales,
+                                 PackedKind::kInt4, PackedKind::kInt4Scales};
 
 // A random tensor of random matrices, which is written in two pieces.
 struct RowsCase {
@@ -111,9 +112,10 @@ TEST_F(PackedRows, AreThoseOfTheDefinitionAtEveryShape) {
     for (int64_t n = 1; n <= 70; ++n) {
       // Columns 32 to 320; rows of fp8 also have lengths that are no multiple of 16 bytes.
       for (int64_t i = 1; i <= 10; ++i) {
-        const int64_t row_bytes = kind == PackedKind::kFp8     ? (i % 4 == 0 ? 31 * i : 32 * i)
-                                  : kind == PackedKind::kMxfp4 ? 16 * i
-                                                               : i;
+        const int64_t row_bytes = kind == PackedKind::kFp8          ? (i % 4 == 0 ? 31 * i : 32 * i)
+                                  : has_two_a_byte(kind)            ? 16 * i
+                                  : kind == PackedKind::kInt4Scales ? 2 * i
+                                                                    : i;
         RowsCase c = {.kind = kind,
                       .num_matrices = 1 + below(3),
                       .n = n,
@@ -146,6 +148,7 @@ TEST_F(PackedRows, MayBeLong) {
   for (const int64_t row_bytes : {90, 91, 127, 129, 385, 1441}) {
     EXPECT_TRUE(is_right({PackedKind::kMxfp4Scales, 4, 48, 16, 32, row_bytes, 32})) << row_bytes;
     EXPECT_TRUE(is_right({PackedKind::kFp8, 1, 48, 5, 30, row_bytes, 9})) << row_bytes;
+    EXPECT_TRUE(is_right({PackedKind::kInt4Scales, 2, 48, 5, 30, 2 * row_bytes, 9})) << row_bytes;
   }
 }
 
@@ -174,7 +177,7 @@ std::vector<std::byte> arena_on_gpu(const Model& on_cpu, int64_t bytes) {
     }
     const PackedTensor& packed = *there[i].packed;
     const int64_t matrix_bytes = packed.num_rows * packed.row_bytes;
-    const int64_t num_matrices = here[i].elements() / matrix_bytes;
+    const int64_t num_matrices = here[i].elements() * dtype_bytes(here[i].dtype) / matrix_bytes;
     for (int64_t matrix = 0; matrix < num_matrices; ++matrix) {
       const auto* const rows = reinterpret_cast<const uint8_t*>(from) + matrix * matrix_bytes;
       auto* const tiles = reinterpret_cast<uint8_t*>(to) + matrix * packed.matrix_stride;
@@ -217,15 +220,20 @@ void expect_packed_matrices(const Model& on_gpu, const Model& on_cpu) {
     const WeightMatrix& cpu = from[i].first;
     const WeightMatrix& gpu = to[i].first;
     if (cpu.format == WeightFormat::kPlain) continue;
-    const bool is_fp8 = cpu.format == WeightFormat::kFp8;
+    const bool is_int4 = cpu.format == WeightFormat::kInt4;
     EXPECT_TRUE(gpu.is_packed());
     for (int32_t e = 0; e < from[i].num_experts; ++e) {
-      expect_equal(is_fp8 ? PackedKind::kFp8 : PackedKind::kMxfp4,
-                   cpu.data + e * from[i].data_stride, cpu.data_bytes(), cpu.row_bytes(),
-                   gpu.data + e * to[i].data_stride);
-      if (is_fp8) continue;
-      expect_equal(PackedKind::kMxfp4Scales, cpu.scales + e * from[i].scales_stride,
-                   cpu.scales_bytes(), cpu.num_scale_cols(), gpu.scales + e * to[i].scales_stride);
+      const WeightMatrix its_cpu = from[i].of(e);
+      const WeightMatrix its_gpu = to[i].of(e);
+      expect_equal(packed_kind(cpu.format), its_cpu.data, cpu.data_bytes(), cpu.row_bytes(),
+                   its_gpu.data);
+      if (cpu.format == WeightFormat::kFp8) continue;
+      expect_equal(is_int4 ? PackedKind::kInt4Scales : PackedKind::kMxfp4Scales, its_cpu.scales,
+                   cpu.scales_bytes(), cpu.scales_bytes() / cpu.n, its_gpu.scales);
+      if (!cpu.has_zeros) continue;
+      expect_equal(PackedKind::kMxfp4Scales, reinterpret_cast<const std::byte*>(its_cpu.zeros),
+                   cpu.zeros_bytes(), cpu.num_scale_cols(),
+                   reinterpret_cast<const std::byte*>(its_gpu.zeros));
     }
   }
   EXPECT_GE(num_packed, 6 * 2 * 2);  // the elements and scales of six experts' two matrices
@@ -280,11 +288,15 @@ class DeviceTensors {
 
 class PackedModel : public GpuTest {};
 
-// The tensors of a mixture's experts, then those of every expert.
+// The tensors of a mixture's experts, then those of every expert; then int4 in place of all
+// formats.
 class PackedTensors : public GpuTest, public ::testing::WithParamInterface<const char*> {
  protected:
   [[nodiscard]] std::string json() const {
-    return std::string(GetParam()) == "together" ? mixture_config() : deepseek_config();
+    const std::string which = GetParam();
+    return which == "together" ? mixture_config()
+           : which == "int4"   ? int4_config()
+                               : deepseek_config();
   }
 };
 
@@ -319,26 +331,30 @@ TEST_P(PackedTensors, EveryWayOfPuttingGivesTheSameBytes) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Experts, PackedTensors, ::testing::Values("together", "one_by_one"),
+INSTANTIATE_TEST_SUITE_P(Experts, PackedTensors,
+                         ::testing::Values("together", "one_by_one", "int4"),
                          [](const auto& info) { return info.param; });
 
 TEST_F(PackedModel, Float32StaysRowMajor) {
-  const std::string json = mixture_config();
-  const FormatTensors tensors = format_tensors(json, 2);
-  ModelBuilder builder(json, DType::kFloat32, Device::kCuda);
-  put_all(builder, tensors);
-  EXPECT_TRUE(model_weight_arena(*builder.finish()) ==
-              model_weight_arena(*on_cpu(json, tensors, DType::kFloat32)));
+  for (const std::string& json : {mixture_config(), int4_config()}) {
+    const FormatTensors tensors = format_tensors(json, 2);
+    ModelBuilder builder(json, DType::kFloat32, Device::kCuda);
+    put_all(builder, tensors);
+    EXPECT_TRUE(model_weight_arena(*builder.finish()) ==
+                model_weight_arena(*on_cpu(json, tensors, DType::kFloat32)));
+  }
 }
 
 // Dummy weights are those of the CPU.
 TEST_F(PackedModel, DummyWeightsAreEqual) {
-  const auto dummy_on = [](Device device) {
-    ModelBuilder builder(mixture_config(), DType::kBFloat16, device);
-    builder.fill_dummy(7);
-    return builder.finish();
-  };
-  expect_packed(*dummy_on(Device::kCuda), *dummy_on(Device::kCpu), "dummy");
+  for (const std::string& json : {mixture_config(), int4_config()}) {
+    const auto dummy_on = [&](Device device) {
+      ModelBuilder builder(json, DType::kBFloat16, device);
+      builder.fill_dummy(7);
+      return builder.finish();
+    };
+    expect_packed(*dummy_on(Device::kCuda), *dummy_on(Device::kCpu), "dummy");
+  }
 }
 
 // Tensors beyond the staging memory are written in pieces.
@@ -376,22 +392,23 @@ TEST_F(PackedModel, TensorsMayBeLarge) {
 
 // An update writes every tensor again, from host memory or that of the GPU.
 TEST_F(PackedModel, UpdatesEqualANewModel) {
-  const std::string json = mixture_config();
-  const FormatTensors before = format_tensors(json, 4);
-  const FormatTensors after = format_tensors(json, 5);
-  const auto expected = on_cpu(json, after);
-  const DeviceTensors on_gpu(after, /*is_apart=*/false);
-  std::vector<NamedTensor> on_host;
-  for (const auto& [name, t] : after) {
-    on_host.push_back({.name = name, .dtype = t.dtype, .shape = t.shape, .data = t.bytes.data()});
-  }
-  for (const std::vector<NamedTensor>& tensors : {on_host, on_gpu.named}) {
-    ModelBuilder builder(json, DType::kBFloat16, Device::kCuda);
-    put_all(builder, before);
-    const auto model = builder.finish();
-    expect_packed(*model, *on_cpu(json, before), "before");
-    update_models(std::vector<ModelUpdate>{{.model = model, .tensors = tensors}});
-    expect_packed(*model, *expected, "after");
+  for (const std::string& json : {mixture_config(), int4_config()}) {
+    const FormatTensors before = format_tensors(json, 4);
+    const FormatTensors after = format_tensors(json, 5);
+    const auto expected = on_cpu(json, after);
+    const DeviceTensors on_gpu(after, /*is_apart=*/false);
+    std::vector<NamedTensor> on_host;
+    for (const auto& [name, t] : after) {
+      on_host.push_back({.name = name, .dtype = t.dtype, .shape = t.shape, .data = t.bytes.data()});
+    }
+    for (const std::vector<NamedTensor>& tensors : {on_host, on_gpu.named}) {
+      ModelBuilder builder(json, DType::kBFloat16, Device::kCuda);
+      put_all(builder, before);
+      const auto model = builder.finish();
+      expect_packed(*model, *on_cpu(json, before), "before");
+      update_models(std::vector<ModelUpdate>{{.model = model, .tensors = tensors}});
+      expect_packed(*model, *expected, "after");
+    }
   }
 }
 

@@ -78,6 +78,18 @@ def test_fp8_shapes_have_the_parameters_of_the_plain_ones(name: str, plain: str)
     assert num_scale_bytes == 4 * rows_and_blocks[name]
 
 
+def test_the_int4_shape_has_the_parameters_of_the_plain_one() -> None:
+    scaled = matrix_costs(named("qwen3-8b-int4"), "bfloat16")
+    whole = matrix_costs(named("qwen3-8b"), "bfloat16")
+    assert row_parameters(scaled) == row_parameters(whole)
+    # A GPU pads matrices to whole tiles, which these are.
+    assert matrix_costs(named("qwen3-8b-int4"), "bfloat16", "cuda") == scaled
+    # Half a byte for each parameter of the layers, and 3 bytes for 128 of them: AWQ has a scale in
+    # float16 and a zero point for each group. The lm_head is as it was.
+    groups = row_parameters(whole) // 128
+    assert scaled.all_bytes == 67 * groups + 2 * logit_parameters(whole)
+
+
 @pytest.mark.parametrize(
     ("name", "num_layers", "num_experts", "active", "kv_bytes"),
     [

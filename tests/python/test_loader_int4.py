@@ -475,17 +475,6 @@ def test_an_order_that_the_configuration_does_not_name(copy_of: Callable[..., Pa
         loader.load_checkpoint(path, progress=False)
 
 
-def test_no_gpu_reads_int4() -> None:
-    """The error comes before any device is asked for, so that it needs no GPU."""
-    path = make(spec_of("awq"))
-    with raises(
-        NotImplementedError,
-        "device is 'cuda', but layers.0.attn.qkv of qwen3 has int4 weights",
-        "allowed: device='cpu', or the bfloat16 weights of the model",
-    ):
-        loader.load_checkpoint(path, device="cuda", progress=False)
-
-
 def test_dummy_weights() -> None:
     path = make(spec_of("gptq_order"))
     model = loader.load_dummy(path)

@@ -103,6 +103,22 @@ inline std::string mixture_config(const std::vector<Edit>& edits = {}) {
   return json;
 }
 
+// mixture_config with int4 in place of all formats: groups, rows, zero points and orders.
+inline std::string int4_config(const std::vector<Edit>& edits = {}) {
+  std::vector<Edit> all = {
+      {R"({"format": "fp8", "scales": [128, 128]})",
+       R"({"format": "int4", "group": 32, "has_zeros": true})"},
+      {R"({"format": "fp8", "scales": "row"})", R"({"format": "int4", "group": "row"})"},
+      {R"("gate_up": {"format": "mxfp4"}, "down": {"format": "mxfp4"})",
+       R"("gate_up": {"format": "int4", "group": 160, "has_zeros": true, "has_order": true},
+          "down": {"format": "int4", "group": 32, "has_order": true})"},
+      {R"({"format": "fp8", "scales": "tensor"})",
+       R"({"format": "int4", "group": 32, "has_zeros": true, "has_order": true})"},
+      {R"("down": {"format": "mxfp4"}}}]})", R"("down": {"format": "int4", "group": 64}}}]})"}};
+  all.insert(all.end(), edits.begin(), edits.end());
+  return mixture_config(all);
+}
+
 // Latent attention with a q_lora_rank and formats in layer 0, and without them in layer 1.
 inline std::string latent_config(const std::vector<Edit>& edits = {}) {
   std::string json = R"({

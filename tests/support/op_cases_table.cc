@@ -76,6 +76,40 @@ void add_gemms(TableBuilder& table) {
   add({512, 14336, kRows, kB}, true);
   add({4096, 4096, kPowersOfTwo, kF}, false);
 
+  // int4: as GPTQ, AWQ and W4A16 have it. Groups that end inside a packed tile, and orders.
+  constexpr WeightFormat kInt4 = WeightFormat::kInt4;
+  constexpr WeightSpec kSymmetric = {.dtype = kB, .format = kInt4, .scale_cols = 128};
+  constexpr WeightSpec kZeros = {.dtype = kB,
+                                 .format = kInt4,
+                                 .scale_cols = 64,
+                                 .scale_dtype = DType::kFloat16,
+                                 .has_zeros = true};
+  constexpr WeightSpec kNarrow = {
+      .dtype = kB, .format = kInt4, .scale_cols = 32, .has_zeros = true};
+  constexpr WeightSpec kOrdered = {.dtype = kB,
+                                   .format = kInt4,
+                                   .scale_cols = 32,
+                                   .scale_dtype = DType::kFloat16,
+                                   .has_zeros = true,
+                                   .has_order = true};
+  constexpr WeightSpec kInt4F32 = {.dtype = kF,
+                                   .format = kInt4,
+                                   .scale_cols = 32,
+                                   .scale_dtype = DType::kFloat16,
+                                   .has_zeros = true,
+                                   .has_order = true};
+  for (const WeightSpec& weight : {kSymmetric, kZeros, kNarrow, kOrdered}) {
+    add({7, 64, weight, kB, true, 8, 3}, false);
+    add({33, 96, weight, kF, true, 0, 1}, false);
+    add({130, 384, weight, kB}, true);
+    add({320, 2880, weight, kB, true}, true);
+    add({512, 12288, weight, kB}, true);
+  }
+  add({6144, 4096, kSymmetric, kB}, false);
+  add({4096, 4096, kZeros, kF}, false);
+  add({24576, 512, kZeros, kB, true}, false);
+  add({37, 96, kInt4F32, kF, true, 3, 5}, true);
+
   // Groups: a launch for all of them, where they are packed and of whole tiles, or one for each.
   const auto add_groups = [&](int32_t num_groups, int32_t rows, int32_t k, const WeightSpec& weight,
                               DType y_dtype) {
@@ -90,7 +124,7 @@ void add_gemms(TableBuilder& table) {
   };
   constexpr WeightSpec kExactTiles = {kB, kFp8, 128, 128, /*has_exact_scales=*/true};
   for (const WeightSpec& weight :
-       {WeightSpec{kB}, WeightSpec{kF}, kMxfp4, kRows, kTiles, kExactTiles}) {
+       {WeightSpec{kB}, WeightSpec{kF}, kMxfp4, kRows, kTiles, kExactTiles, kNarrow, kOrdered}) {
     add_groups(3, 128, 288, weight, weight.dtype);
     add_groups(2, weight.scale_rows == 128 ? 256 : 48, 64, weight, kF);
   }

@@ -4,14 +4,17 @@
 // Random weights of every format for op cases: one matrix, or the matrices of experts.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "base/float_types.h"
 #include "ops/weight_matrix.h"
 #include "support/op_cases.h"
 #include "support/packed_weights.h"
@@ -48,6 +51,13 @@ class WeightArrays {
       m.scale_cols = spec.scale_cols > 0 ? std::min(spec.scale_cols, k) : k;
       m.has_exact_scales = spec.has_exact_scales;
     }
+    if (spec.format == WeightFormat::kInt4) {
+      m.scale_rows = 1;
+      m.scale_cols = spec.scale_cols > 0 && k % spec.scale_cols == 0 ? spec.scale_cols : k;
+      m.scale_dtype = spec.scale_dtype;
+      m.has_zeros = spec.has_zeros;
+      m.has_order = spec.has_order;
+    }
     if (spec.format == WeightFormat::kPlain) {
       add_plain(op, name, shift, [=](float* to, int64_t count) {
         Stream(seed, kBits).fill(to, count, 1.0f / std::sqrt(static_cast<float>(k)));
@@ -67,6 +77,8 @@ class WeightArrays {
     }
     if (m.format == WeightFormat::kMxfp4) {
       add_mxfp4_scales(op, name, shift, seed);
+    } else if (m.format == WeightFormat::kInt4) {
+      add_int4_scales(op, name, shift, seed);
     } else {
       add_fp8_scales(op, name, seed);
     }
@@ -76,9 +88,8 @@ class WeightArrays {
     } else {
       OpArray array = int_array(name, Role::kInput, data);
       array.is_constant = true;
-      const PackedKind kind =
-          m.format == WeightFormat::kFp8 ? PackedKind::kFp8 : PackedKind::kMxfp4;
-      pack_for_cuda(array, kind, m.row_bytes(), experts_.data_stride, shift, on_cuda_.data_stride);
+      pack_for_cuda(array, packed_kind(m.format), m.row_bytes(), experts_.data_stride, shift,
+                    on_cuda_.data_stride);
       data_ = op.add(std::move(array));
     }
   }
@@ -89,19 +100,17 @@ class WeightArrays {
     ExpertMatrices experts = std::is_same_v<Ctx, CudaContext> ? on_cuda_ : experts_;
     experts.first.data = at.raw(data_);
     experts.first.scales = at.raw(scales_);
+    experts.first.zeros = at.get<uint8_t>(zeros_);
+    experts.first.order = at.get<int32_t>(order_);
     return experts;
   }
   template <class Ctx>
   [[nodiscard]] WeightMatrix matrix(const Ctx& ctx, const Addresses& at, int32_t expert = 0) const {
-    const ExpertMatrices all = experts(ctx, at);
-    WeightMatrix matrix = all.first;
-    matrix.data += expert * all.data_stride;
-    if (matrix.scales != nullptr) matrix.scales += expert * all.scales_stride;
-    return matrix;
+    return experts(ctx, at).of(expert);
   }
 
  private:
-  enum Purpose : uint64_t { kBits = 201, kScales };
+  enum Purpose : uint64_t { kBits = 201, kScales, kZeros, kOrder };
 
   [[nodiscard]] int64_t stride_of(int64_t row_bytes, int32_t shift) const {
     return shift > 0 ? shift * row_bytes : (experts_.first.n * row_bytes + 63) / 64 * 64;
@@ -187,6 +196,65 @@ class WeightArrays {
     scales_ = op.add(std::move(array));
   }
 
+  // The scales, zero points and orders of kInt4.
+  void add_int4_scales(OpInstance& op, const std::string& name, int32_t shift, uint64_t seed) {
+    if (shift > 0) throw std::logic_error("matrices of int4 have no shift");
+    const WeightMatrix& m = experts_.first;
+    const int64_t per_row = m.num_scale_cols();
+    const int64_t num_scales = experts_.num_experts * m.n * per_row;
+    experts_.scales_stride = m.n * per_row * 2;
+    // Differences of codes and zero points have an RMS of about 5.
+    const float middle = 1.0f / (5.0f * std::sqrt(static_cast<float>(m.k)));
+    Stream stream(seed, kScales);
+    std::vector<uint16_t> scales;
+    for (int64_t i = 0; i < num_scales; ++i) {
+      const float scale = middle * stream.normal();
+      scales.push_back(m.scale_dtype == DType::kFloat16 ? nearest_fp16(scale)
+                                                        : float_to_bf16(scale));
+      int4_scales_.push_back(m.scale_dtype == DType::kFloat16 ? fp16_to_float(scales.back())
+                                                              : bf16_to_float(scales.back()));
+    }
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(scales.data());
+    OpArray array = int_array(name + "_scales", Role::kInput,
+                              std::vector<uint8_t>(bytes, bytes + 2 * num_scales));
+    array.is_constant = true;
+    pack_for_cuda(array, PackedKind::kInt4Scales, 2 * per_row, experts_.scales_stride, shift,
+                  on_cuda_.scales_stride);
+    scales_ = op.add(std::move(array));
+    if (m.has_zeros) {
+      Stream of_zeros(seed, kZeros);
+      for (int64_t i = 0; i < num_scales; ++i) {
+        int4_zeros_.push_back(static_cast<uint8_t>(of_zeros.below(16)));
+      }
+      OpArray zeros = int_array(name + "_zeros", Role::kInput, int4_zeros_);
+      zeros.is_constant = true;
+      int64_t cuda_stride = 0;  // zeros_bytes()
+      pack_for_cuda(zeros, PackedKind::kMxfp4Scales, per_row, m.n * per_row, shift, cuda_stride);
+      zeros_ = op.add(std::move(zeros));
+    }
+    if (m.has_order) {
+      Stream of_order(seed, kOrder);
+      std::vector<int32_t> order;
+      for (int32_t e = 0; e < experts_.num_experts; ++e) {
+        for (int32_t i = 0; i < m.k; ++i) {
+          order.push_back(i);
+          std::swap(order.back(),
+                    order[order.size() - 1 - static_cast<size_t>(of_order.below(i + 1))]);
+        }
+      }
+      OpArray all = int_array(name + "_order", Role::kInput, order);
+      all.is_constant = true;
+      order_ = op.add(std::move(all));
+    }
+  }
+
+  // The float16 nearest to a number that is normal in both.
+  [[nodiscard]] static uint16_t nearest_fp16(float value) {
+    const auto bits = std::bit_cast<uint32_t>(value * 0x1p-112f);
+    const uint32_t rounded = (bits & 0x7fffffffu) + 0xfffu + (bits >> 13 & 1u);
+    return static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded >> 13);
+  }
+
   // Replaces the matrices by plain ones. With a shift, experts share plain rows as they share rows
   // of the format and their scales.
   void dequantize(OpInstance& op, const std::string& name, const std::vector<uint8_t>& data,
@@ -207,8 +275,9 @@ class WeightArrays {
         }
       }
     }
+    if (zeros_ != kNoArray) op.arrays.pop_back();
     op.arrays.pop_back();  // the scales
-    scales_ = kNoArray;
+    zeros_ = scales_ = kNoArray;
     experts_.scales_stride = 0;
     add_plain(op, name, shift,
               [values](float* to, int64_t) { std::copy(values.begin(), values.end(), to); });
@@ -225,6 +294,13 @@ class WeightArrays {
              fp8_scales_[static_cast<size_t>(expert * experts_.scales_stride / 4 + tile)];
     }
     const int32_t byte = data[static_cast<size_t>(begin + column / 2)];
+    if (m.format == WeightFormat::kInt4) {
+      const auto group = static_cast<size_t>((int64_t{expert} * m.n + row) * m.num_scale_cols() +
+                                             column / m.scale_cols);
+      const int32_t zero = m.has_zeros ? int4_zeros_[group] : 8;
+      const int32_t code = column % 2 == 0 ? byte & 15 : byte >> 4;
+      return bf16_to_float(float_to_bf16(static_cast<float>(code - zero) * int4_scales_[group]));
+    }
     const int64_t scale =
         expert * experts_.scales_stride + row * (m.k / kMxfp4Columns) + column / kMxfp4Columns;
     return std::ldexp(e2m1_value(column % 2 == 0 ? byte & 15 : byte >> 4),
@@ -235,8 +311,12 @@ class WeightArrays {
   ExpertMatrices on_cuda_;
   std::vector<uint8_t> scale_bits_;  // of kMxfp4
   std::vector<float> fp8_scales_;
+  std::vector<float> int4_scales_;
+  std::vector<uint8_t> int4_zeros_;
   Handle data_ = kNoArray;
   Handle scales_ = kNoArray;
+  Handle zeros_ = kNoArray;
+  Handle order_ = kNoArray;
 };
 
 }  // namespace paceline::testing

@@ -45,6 +45,10 @@ template <size_t num_bits>
 constexpr std::array<ElementBits, 2> even_and_odd(const std::array<int32_t, num_bits>& bits) {
   return {ElementBits(bits, false), ElementBits(bits, true)};
 }
+inline constexpr std::array<std::array<int32_t, 4>, 4> kInt4Bits = {
+    {{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}}};
+inline constexpr std::array kInt4Words = {even_and_odd(kInt4Bits[0]), even_and_odd(kInt4Bits[1]),
+                                          even_and_odd(kInt4Bits[2]), even_and_odd(kInt4Bits[3])};
 inline constexpr std::array kMxfp4Words = {even_and_odd(kMxfp4Bits[0]), even_and_odd(kMxfp4Bits[1]),
                                            even_and_odd(kMxfp4Bits[2]),
                                            even_and_odd(kMxfp4Bits[3])};
@@ -56,6 +60,14 @@ struct PackedPlace {
   const ElementBits* bits = nullptr;
 };
 
+inline bool has_two_a_byte(PackedKind kind) {
+  return kind == PackedKind::kMxfp4 || kind == PackedKind::kInt4;
+}
+// Whether bytes are moved whole.
+inline bool is_of_scales(PackedKind kind) {
+  return kind == PackedKind::kMxfp4Scales || kind == PackedKind::kInt4Scales;
+}
+
 // Where the element of a row and column lies in a packed matrix of `cols` columns.
 inline PackedPlace packed_place(PackedKind kind, int64_t cols, int64_t row, int64_t col) {
   const int64_t tiles = (cols + 63) / 64;
@@ -65,26 +77,28 @@ inline PackedPlace packed_place(PackedKind kind, int64_t cols, int64_t row, int6
   const size_t step = c / 16;
   const bool is_late = c % 16 >= 8;  // a2 and a3
   const size_t lane = r % 8 * 4 + c % 8 / 2;
-  if (kind == PackedKind::kMxfp4) {
+  if (has_two_a_byte(kind)) {
     const int64_t word = tile * 128 + static_cast<int64_t>(lane * 4 + step);
-    return {.at = word * 4, .bits = &kMxfp4Words[r / 8 + (is_late ? 2 : 0)][c % 2]};
+    const auto& words = kind == PackedKind::kInt4 ? kInt4Words : kMxfp4Words;
+    return {.at = word * 4, .bits = &words[r / 8 + (is_late ? 2 : 0)][c % 2]};
   }
   const int64_t word =
       tile * 256 + static_cast<int64_t>(step / 2 * 128 + lane * 4 + step % 2 * 2 + r / 8);
   return {.at = word * 4, .bits = &kFp8Words[is_late ? 1 : 0][c % 2]};
 }
 
-// The byte of the scale of a row and of 32 columns, of which there are `cols`.
-inline int64_t packed_scale_at(int64_t cols, int64_t row, int64_t col) {
+// Where byte `col` of the scales of a row lies, of which there are `cols`. A byte is the scale of
+// 32 columns, or half of that of a group.
+inline int64_t packed_scale_at(PackedKind kind, int64_t cols, int64_t row, int64_t col) {
   const int64_t tile = row / 16 * ((cols + 1) / 2) + col / 2;
-  return tile * 32 + row % 8 * 4 + col % 2 * 2 + row % 16 / 8;
+  const int64_t in_word =
+      kind == PackedKind::kInt4Scales ? row % 16 / 8 * 2 + col % 2 : col % 2 * 2 + row % 16 / 8;
+  return tile * 32 + row % 8 * 4 + in_word;
 }
 
 // Bytes of a packed matrix whose rows have `row_bytes`.
 inline int64_t packed_bytes(PackedKind kind, int64_t rows, int64_t row_bytes) {
-  const int64_t tile_bytes = kind == PackedKind::kFp8     ? 1024
-                             : kind == PackedKind::kMxfp4 ? 512
-                                                          : 32;
+  const int64_t tile_bytes = kind == PackedKind::kFp8 ? 1024 : has_two_a_byte(kind) ? 512 : 32;
   const int64_t row_bytes_of_tile = tile_bytes / 16;
   return (rows + 15) / 16 * ((row_bytes + row_bytes_of_tile - 1) / row_bytes_of_tile) * tile_bytes;
 }
@@ -95,7 +109,7 @@ void for_elements(PackedKind kind, int64_t rows, int64_t row_bytes, const Functi
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t byte = 0; byte < row_bytes; ++byte) {
       f(row, byte, 0);
-      if (kind == PackedKind::kMxfp4) f(row, byte, 1);
+      if (has_two_a_byte(kind)) f(row, byte, 1);
     }
   }
 }
@@ -106,15 +120,15 @@ inline void pack_into(PackedKind kind, std::span<const uint8_t> from, int64_t ro
   const int64_t rows = row_bytes == 0 ? 0 : std::ssize(from) / row_bytes;
   for_elements(kind, rows, row_bytes, [&](int64_t row, int64_t byte, int32_t half) {
     const uint8_t value = from[static_cast<size_t>(row * row_bytes + byte)];
-    if (kind == PackedKind::kMxfp4Scales) {
-      to[static_cast<size_t>(packed_scale_at(row_bytes, first_row + row, byte))] = value;
+    if (is_of_scales(kind)) {
+      to[static_cast<size_t>(packed_scale_at(kind, row_bytes, first_row + row, byte))] = value;
       return;
     }
-    const bool is_mxfp4 = kind == PackedKind::kMxfp4;
-    const int64_t per_byte = is_mxfp4 ? 2 : 1;
+    const bool has_two = has_two_a_byte(kind);
+    const int64_t per_byte = has_two ? 2 : 1;
     const PackedPlace place =
         packed_place(kind, row_bytes * per_byte, first_row + row, byte * per_byte + half);
-    const int32_t element = is_mxfp4 ? value >> (4 * half) & 15 : value;
+    const int32_t element = has_two ? value >> (4 * half) & 15 : value;
     uint32_t word = 0;
     std::memcpy(&word, to.data() + place.at, sizeof(word));
     word = (word & ~place.bits->mask) | place.bits->of[static_cast<size_t>(element)];
@@ -135,11 +149,11 @@ inline std::vector<uint8_t> unpacked(PackedKind kind, std::span<const uint8_t> f
   std::vector<uint8_t> to(static_cast<size_t>(rows * row_bytes));
   for_elements(kind, rows, row_bytes, [&](int64_t row, int64_t byte, int32_t half) {
     uint8_t& out = to[static_cast<size_t>(row * row_bytes + byte)];
-    if (kind == PackedKind::kMxfp4Scales) {
-      out = from[static_cast<size_t>(packed_scale_at(row_bytes, row, byte))];
+    if (is_of_scales(kind)) {
+      out = from[static_cast<size_t>(packed_scale_at(kind, row_bytes, row, byte))];
       return;
     }
-    const int64_t per_byte = kind == PackedKind::kMxfp4 ? 2 : 1;
+    const int64_t per_byte = has_two_a_byte(kind) ? 2 : 1;
     const PackedPlace place = packed_place(kind, row_bytes * per_byte, row, byte * per_byte + half);
     uint32_t word = 0;
     std::memcpy(&word, from.data() + place.at, sizeof(word));

@@ -12,8 +12,9 @@ namespace paceline {
 inline constexpr int32_t kPackedRows = 16;     // of a tile
 inline constexpr int32_t kPackedColumns = 64;  // of a tile
 
-// What lies in tiles.
-enum class PackedKind : uint8_t { kFp8, kMxfp4, kMxfp4Scales };
+// What lies in tiles. Zero points of int4 are bytes, as the scales of mxfp4 are, and lie as they
+// do.
+enum class PackedKind : uint8_t { kFp8, kMxfp4, kMxfp4Scales, kInt4, kInt4Scales };
 
 struct PackedTile {
   int32_t row_bytes;  // of a row of the tile, row-major
@@ -24,9 +25,12 @@ struct PackedTile {
     case PackedKind::kFp8:
       return {.row_bytes = kPackedColumns};
     case PackedKind::kMxfp4:
+    case PackedKind::kInt4:
       return {.row_bytes = kPackedColumns / 2};
     case PackedKind::kMxfp4Scales:
       return {.row_bytes = kPackedColumns / 32};
+    case PackedKind::kInt4Scales:  // of one group of columns
+      return {.row_bytes = 2};
   }
   return {.row_bytes = 0};
 }

@@ -135,7 +135,7 @@ struct ExpertGemmParams {
   DType x_dtype = DType::kFloat32;  // on CUDA the dtype of the weights
   DType y_dtype = DType::kFloat32;
   int32_t num_groups = 1;  // of a single matrix, as in GemmParams; not of expert_gemm
-  // Whether expert_begin has been read by an earlier expert_gemm of plain or mxfp4 weights, so that
+  // Whether expert_begin has been read by an earlier expert_gemm of weights other than fp8, so that
   // it is complete even before the op's predecessor is.
   bool follows_product = false;
   // The expert that every row visits: its weights may be fetched before expert_begin is known.

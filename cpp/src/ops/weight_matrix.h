@@ -30,9 +30,10 @@ enum class WeightFormat : uint8_t {
 // The order of the elements in memory.
 enum class WeightLayout : uint8_t {
   kRowMajor,
-  // kFp8 and kMxfp4, as the bfloat16 products of a GPU read them: in tiles of kPackedRows rows and
+  // Scaled formats as the bfloat16 products of a GPU read them: in tiles of kPackedRows rows and
   // kPackedColumns columns, padded with zeros, tiles of the same rows one after the other. The
-  // scales of kMxfp4 are packed in the same way; those of kFp8 stay row-major.
+  // scales of kMxfp4 and kInt4 and the zero points are packed in the same way; the scales of kFp8
+  // stay row-major.
   kPacked,
 };
 
@@ -41,12 +42,27 @@ inline constexpr int32_t kInt4Columns = 32;            // divide those that shar
 inline constexpr int32_t kInt4Zero = 8;                // of a matrix without zero points
 inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scales
 
-// Bytes of a tile of elements, and of a tile of the scales of kMxfp4.
+// The tiles of a format's elements.
+[[nodiscard]] constexpr PackedKind packed_kind(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kMxfp4:
+      return PackedKind::kMxfp4;
+    case WeightFormat::kInt4:
+      return PackedKind::kInt4;
+    case WeightFormat::kPlain:
+    case WeightFormat::kFp8:
+      break;
+  }
+  return PackedKind::kFp8;
+}
+
+// Bytes of a tile of elements; of a tile of the scales of kMxfp4, or of the zero points of two
+// groups of kInt4; and of a tile of the scales of a group of kInt4.
 [[nodiscard]] constexpr int32_t packed_tile_bytes(WeightFormat format) {
-  return packed_tile(format == WeightFormat::kMxfp4 ? PackedKind::kMxfp4 : PackedKind::kFp8)
-      .bytes();
+  return packed_tile(packed_kind(format)).bytes();
 }
 inline constexpr int32_t kPackedScaleBytes = packed_tile(PackedKind::kMxfp4Scales).bytes();
+inline constexpr int32_t kPackedInt4ScaleBytes = packed_tile(PackedKind::kInt4Scales).bytes();
 
 // W, [n, k]. Ops multiply values of `dtype`: scaled formats are converted to it first,
 // which is exact where every scale is a power of two. Otherwise the products are those of the
@@ -55,14 +71,15 @@ inline constexpr int32_t kPackedScaleBytes = packed_tile(PackedKind::kMxfp4Scale
 //   scale_cols < k:   y = fma(scale_b, sum over the columns of tile b, ...) from b = 0 up, + bias
 // The values of kInt4 are bfloat16 numbers with either dtype, so its products are plain ones.
 // On the CPU, whose sums have sixteen lanes, that is how each lane is computed. On CUDA rows of
-// data take a multiple of 16 bytes, scale_cols is k or 128, and in bfloat16 a NaN of e4m3 counts as
-// 480.
+// data take a multiple of 16 bytes, and of kFp8 scale_cols is k or 128, and in bfloat16 a NaN of
+// e4m3 counts as 480.
 struct WeightMatrix {
   const std::byte* data = nullptr;  // 64 B aligned; row-major, a row takes row_bytes()
   // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32], or
-  // packed; kInt4: scale_dtype [n, k / scale_cols]; else null.
+  // packed; kInt4: scale_dtype [n, k / scale_cols], or packed; else null.
   const std::byte* scales = nullptr;
-  const uint8_t* zeros = nullptr;  // kInt4: [n, k / scale_cols], 0 to 15; null: all are kInt4Zero
+  // kInt4: [n, k / scale_cols], or packed, 0 to 15; null: all are kInt4Zero
+  const uint8_t* zeros = nullptr;
   // kInt4: [k] the input that each column multiplies, a permutation; null: column i multiplies
   // input i. Products sum over the columns in their order in memory.
   const int32_t* order = nullptr;
@@ -82,7 +99,7 @@ struct WeightMatrix {
 
   [[nodiscard]] constexpr bool is_packed() const { return layout == WeightLayout::kPacked; }
   [[nodiscard]] constexpr bool has_packed_scales() const {
-    return is_packed() && format == WeightFormat::kMxfp4;
+    return is_packed() && format != WeightFormat::kFp8;
   }
   // Tiles of a packed matrix along n and along k, and in all.
   [[nodiscard]] constexpr int64_t packed_tile_rows() const {
@@ -124,12 +141,17 @@ struct WeightMatrix {
   }
   // Bytes of all scales, padding included.
   [[nodiscard]] constexpr int64_t scales_bytes() const {
+    if (has_packed_scales() && format == WeightFormat::kInt4) {
+      return packed_tile_rows() * num_scale_cols() * kPackedInt4ScaleBytes;
+    }
     if (has_packed_scales()) return packed_tiles() * kPackedScaleBytes;
     const int64_t bytes = format == WeightFormat::kFp8 ? 4 : format == WeightFormat::kInt4 ? 2 : 1;
     return num_scale_rows() * num_scale_cols() * bytes;
   }
   [[nodiscard]] constexpr int64_t zeros_bytes() const {
-    return has_zeros ? num_scale_rows() * num_scale_cols() : 0;
+    if (!has_zeros) return 0;
+    if (is_packed()) return packed_tile_rows() * ((num_scale_cols() + 1) / 2) * kPackedScaleBytes;
+    return num_scale_rows() * num_scale_cols();
   }
   [[nodiscard]] constexpr int64_t order_bytes() const { return has_order ? int64_t{4} * k : 0; }
   [[nodiscard]] constexpr int64_t bytes() const {
@@ -144,8 +166,7 @@ struct WeightMatrix {
 
 // The layout of weights in the memory of a device.
 [[nodiscard]] constexpr WeightLayout layout_on(Device device, WeightFormat format, DType dtype) {
-  const bool has_tiles = format == WeightFormat::kFp8 || format == WeightFormat::kMxfp4;
-  return has_tiles && device == Device::kCuda && dtype == DType::kBFloat16
+  return format != WeightFormat::kPlain && device == Device::kCuda && dtype == DType::kBFloat16
              ? WeightLayout::kPacked
              : WeightLayout::kRowMajor;
 }

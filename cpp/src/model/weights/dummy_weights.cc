@@ -82,9 +82,10 @@ constexpr uint8_t kMxfp4Scale = 127 - 6;    // 2^-6: the elements are up to 6 * 
   return bytes;
 }
 
-// The scale and the zero point of dummy int4 weights, in which the codes are up to 8 * 2^-7 =
-// 0.0625.
+// The scale of dummy int4 weights: the codes are up to 8 * 2^-7 = 0.0625. It is a float16, as in
+// most published checkpoints.
 constexpr float kInt4Scale = 0x1p-7f;
+constexpr uint16_t kInt4ScaleBits = (15 - 7) << 10;
 
 [[nodiscard]] std::vector<uint8_t> int4_quantiles(const std::vector<float>& quantiles) {
   std::vector<uint8_t> bytes(quantiles.size());
@@ -157,17 +158,12 @@ void draw_weight(const CpuContext& ctx, const std::vector<Value>& quantiles, uin
   }
 }
 
-// Gives all scales of an mxfp4 weight the same value.
-void fill_mxfp4_scales(const CpuContext& ctx, uint8_t value, const NamedWeight& named,
-                       const DeviceBuffer& arena) {
-  const std::vector<uint8_t> scales(static_cast<size_t>(named.elements()), value);
-  const int64_t cols = named.dims().back();
-  const SourceTensor source = {.matrix = {.data = reinterpret_cast<const std::byte*>(scales.data()),
-                                          .rows = named.elements() / cols,
-                                          .cols = cols,
-                                          .row_stride = cols,
-                                          .col_stride = 1}};
-  copy_weight(ctx, source, named.dtype, named, arena);
+// Gives all elements of a weight, which may be packed, the same value.
+template <class Value>
+void fill_elements(const CpuContext& ctx, Value value, const NamedWeight& named,
+                   const DeviceBuffer& arena) {
+  const std::vector<Value> values(static_cast<size_t>(named.elements()), value);
+  copy_elements(ctx, reinterpret_cast<const std::byte*>(values.data()), named, arena);
 }
 
 }  // namespace
@@ -203,16 +199,16 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
         if (fp8_bytes.empty()) fp8_bytes = fp8_quantiles(quantiles);
         return draw_from(fp8_bytes);
       case WeightKind::kMxfp4Scales:
-        return fill_mxfp4_scales(ctx, kMxfp4Scale, named, arena);
+        return fill_elements(ctx, kMxfp4Scale, named, arena);
       case WeightKind::kFp8Scales:
         named.has_exact_scales = named.needs_exact_scales;
         return fill(named.needs_exact_scales ? kExactFp8Scale : kFp8Scale, named.arena_elements(),
                     out, arena.memory());
       case WeightKind::kInt4Scales:
-        named.scale_dtype = DType::kBFloat16;
-        return fill(float_to_bf16(kInt4Scale), named.elements(), out, arena.memory());
+        named.scale_dtype = DType::kFloat16;
+        return fill_elements(ctx, kInt4ScaleBits, named, arena);
       case WeightKind::kInt4Zeros:
-        return fill(static_cast<uint8_t>(kInt4Zero), named.elements(), out, arena.memory());
+        return fill_elements(ctx, static_cast<uint8_t>(kInt4Zero), named, arena);
       case WeightKind::kInt4Order:
         return fill_ids(named, out, arena.memory(),
                         [&](int64_t index) { return index % named.dims().back(); });

@@ -161,14 +161,6 @@ void check_device(const DecoderConfig& config, Device device) {
                    config.layers[layer].attention);
     if (!why.empty()) throw Unsupported(concat("layer ", layer, " of ", config.name, " has ", why));
   }
-  DecoderWeights weights;
-  size_weights(config, weights);
-  for_each_linear(config, weights, [&](const auto&, const LinearShape& shape) {
-    if (shape.format.format != WeightFormat::kInt4) return;
-    throw Unsupported(concat("device is 'cuda', but ", shape.name, " of ", config.name,
-                             " has int4 weights, which no GPU kernel reads yet; allowed: "
-                             "device='cpu', or the bfloat16 weights of the model"));
-  });
 }
 
 // What a tensor holds besides numbers that are copied as they are, converted and checked.
@@ -329,7 +321,7 @@ struct ModelBuilder::Impl {
     } else if (named.kind == WeightKind::kFp8Scales) {
       upload(values.scales);
     } else if (has_int4_bytes(named)) {
-      upload(values.bytes);
+      copy_elements(ctx, values.bytes.data(), named, arena);
     } else if (device == Device::kCpu) {
       copy_weight(ctx, source, dtype, named, arena);
     } else {

@@ -327,6 +327,21 @@ SourceMatrix download_matrix(const SourceMatrix& source, DType dtype,
   return host;
 }
 
+void copy_elements(const CpuContext& ctx, const std::byte* elements, const NamedWeight& named,
+                   const DeviceBuffer& arena) {
+  if (!named.packed) {
+    return arena.memory().upload(arena.data() + named.offset, elements,
+                                 named.elements() * dtype_bytes(named.dtype));
+  }
+  const int64_t cols = named.dims().back();
+  const SourceTensor source = {.matrix = {.data = elements,
+                                          .rows = named.elements() / cols,
+                                          .cols = cols,
+                                          .row_stride = cols,
+                                          .col_stride = 1}};
+  copy_weight(ctx, source, named.dtype, named, arena);
+}
+
 void copy_device_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                         const NamedWeight& named, const DeviceBuffer& arena) {
   const ArenaTarget target(named, arena);

@@ -55,6 +55,10 @@ void copy_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
 void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena);
 
+// Copies a row-major tensor in host memory, whose elements are those of the arena.
+void copy_elements(const CpuContext& ctx, const std::byte* elements, const NamedWeight& named,
+                   const DeviceBuffer& arena);
+
 // Converts a tensor in the memory of a GPU into the arena. Where the arena is there too, nothing
 // passes through the host.
 void copy_device_weight(const CpuContext& ctx, const SourceTensor& source, DType from,

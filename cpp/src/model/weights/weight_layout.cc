@@ -127,7 +127,10 @@ void Carver::linear(Linear& linear, const LinearShape& shape) {
   if (weight.has_zeros) {
     const std::byte* const zeros = is_in_room ? open_at(room.zeros) : open();
     weight.zeros = reinterpret_cast<const uint8_t*>(zeros);
-    for (const WeightPart& part : shape.parts) add_int4(part, weight, WeightKind::kInt4Zeros);
+    for_parts(shape, {}, [&](const WeightPart& part, const Place& place) {
+      add_int4(part, weight, WeightKind::kInt4Zeros, place);
+    });
+    close(weight.is_packed(), weight.zeros_bytes());
   }
   if (weight.has_order) {
     const std::byte* const order = is_in_room ? open_at(room.order) : open();
@@ -174,10 +177,10 @@ void Carver::experts(ExpertLinears& experts, const LinearShape& shape) {
   if (first.has_zeros) {
     first.zeros = reinterpret_cast<const uint8_t*>(open());
     room.zeros = region_ + all.num_experts * first.zeros_bytes();
-    for_tensors(first.zeros_bytes(), [&](const WeightPart& part, const Place&) {
-      add_int4(part, first, WeightKind::kInt4Zeros);
+    for_tensors(first.zeros_bytes(), [&](const WeightPart& part, const Place& place) {
+      add_int4(part, first, WeightKind::kInt4Zeros, place);
     });
-    close(shape.has_room, num_matrices * first.zeros_bytes());
+    close(first.is_packed() || shape.has_room, num_matrices * first.zeros_bytes());
   }
   if (first.has_order) {
     first.order = reinterpret_cast<const int32_t*>(open());
@@ -226,12 +229,11 @@ void Carver::add_elements(const WeightPart& part, const LinearShape& shape,
       break;
   }
   if (matrix.is_packed()) {
-    named.packed = {
-        .matrix_stride = place.matrix_stride,
-        .first_row = place.first_row,
-        .num_rows = part.rows,
-        .row_bytes = matrix.row_bytes(),
-        .kind = matrix.format == WeightFormat::kFp8 ? PackedKind::kFp8 : PackedKind::kMxfp4};
+    named.packed = {.matrix_stride = place.matrix_stride,
+                    .first_row = place.first_row,
+                    .num_rows = part.rows,
+                    .row_bytes = matrix.row_bytes(),
+                    .kind = packed_kind(matrix.format)};
   }
   add(std::move(named), place.begin);
 }
@@ -239,7 +241,7 @@ void Carver::add_elements(const WeightPart& part, const LinearShape& shape,
 void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
                         const MatrixFormat& format, const Place& place) {
   if (matrix.format == WeightFormat::kInt4) {
-    return add_int4(part, matrix, WeightKind::kInt4Scales);
+    return add_int4(part, matrix, WeightKind::kInt4Scales, place);
   }
   NamedWeight named = {.name = part.name + ".scales"};
   const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
@@ -279,7 +281,8 @@ void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
   add(std::move(named));
 }
 
-void Carver::add_int4(const WeightPart& part, const WeightMatrix& matrix, WeightKind kind) {
+void Carver::add_int4(const WeightPart& part, const WeightMatrix& matrix, WeightKind kind,
+                      const Place& place) {
   const bool is_zeros = kind == WeightKind::kInt4Zeros;
   NamedWeight named = {.name = part.name + (is_zeros ? ".zeros" : ".scales"),
                        .dtype = is_zeros ? DType::kUInt8 : DType::kBFloat16,
@@ -287,7 +290,14 @@ void Carver::add_int4(const WeightPart& part, const WeightMatrix& matrix, Weight
   if (part.num_experts > 0) named.shape[named.rank++] = part.num_experts;
   named.shape[named.rank++] = part.rows;
   named.shape[named.rank++] = matrix.num_scale_cols();
-  add(std::move(named));
+  if (matrix.is_packed()) {
+    named.packed = {.matrix_stride = place.matrix_stride,
+                    .first_row = place.first_row,
+                    .num_rows = part.rows,
+                    .row_bytes = matrix.num_scale_cols() * dtype_bytes(named.dtype),
+                    .kind = is_zeros ? PackedKind::kMxfp4Scales : PackedKind::kInt4Scales};
+  }
+  add(std::move(named), place.begin);
 }
 
 void Carver::add_order(const std::string& name, int64_t cols, int32_t num_experts) {

@@ -125,7 +125,8 @@ class Carver final {
   void add_scales(const WeightPart& part, const WeightMatrix& matrix, const MatrixFormat& format,
                   const Place& place);
   // The scales of a part of an int4 matrix, or its zero points.
-  void add_int4(const WeightPart& part, const WeightMatrix& matrix, WeightKind kind);
+  void add_int4(const WeightPart& part, const WeightMatrix& matrix, WeightKind kind,
+                const Place& place);
   // The order of the columns of an int4 matrix, or of those of num_experts matrices.
   void add_order(const std::string& name, int64_t cols, int32_t num_experts);
 

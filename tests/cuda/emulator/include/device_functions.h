@@ -174,6 +174,9 @@ inline int __clz(int value) {
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift & 31));
 }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((uint64_t{a} * b) >> 32);
+}
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   uint32_t result = 0;

@@ -36,4 +36,27 @@ inline uint32_t multiply_pair(uint32_t pair, uint32_t by) {
   return high << 16 | low;
 }
 
+// Sums are of few bits here, so they are exact as doubles.
+template <bool kIsUpper>
+inline uint32_t multiply_add_pair(uint32_t pair, uint32_t by, uint32_t add) {
+  const double factor = __uint_as_float(kIsUpper ? by & 0xffff0000u : by << 16);
+  const auto sum = [&](uint32_t of_pair, uint32_t of_add) {
+    const double exact = __uint_as_float(of_pair) * factor + __uint_as_float(of_add);
+    return uint32_t{__float2bfloat16_rn(static_cast<float>(exact)).bits};
+  };
+  return sum(pair & 0xffff0000u, add & 0xffff0000u) << 16 | sum(pair << 16, add << 16);
+}
+template <bool kIsUpper>
+inline uint32_t add_to_pair(uint32_t pair, uint32_t by) {
+  const uint32_t twice = kIsUpper ? by >> 16 | (by & 0xffff0000u) : by << 16 | (by & 0xffffu);
+  return multiply_add_pair<false>(pair, 0x3f80u, twice);
+}
+
+// The exponent of a float16 is 112 below that of the float with the same bits.
+template <bool kIsUpper>
+inline float half_of(uint32_t pair) {
+  const uint32_t bits = kIsUpper ? pair >> 16 : pair & 0xffffu;
+  return __uint_as_float((bits & 0x8000u) << 16 | (bits & 0x7fffu) << 13) * 0x1p112f;
+}
+
 }  // namespace paceline::cuda
