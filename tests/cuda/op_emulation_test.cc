@@ -174,7 +174,6 @@ struct Plan {
 // Calls all ops, with kernels that do nothing.
 Plan make_plan() {
   Plan plan;
-  emulator::set_options({.runs = false});
   // Addresses that nothing touches.
   const auto address = [](size_t i) {
     return reinterpret_cast<std::byte*>((uintptr_t{1} << 40) * (i + 1));
@@ -192,8 +191,11 @@ Plan make_plan() {
     const Addresses addresses(std::move(at));
     (void)emulator::take_counts();
     try {
-      for (const Machine machine : {Machine::kH100, Machine::kSmall}) {
+      // Kernels ask once for their shared memory, so the machine with less of it comes first.
+      for (const Machine machine : {Machine::kSmall, Machine::kH100}) {
         CudaContext ctx = context_of(op, machine, workspace, counters);
+        emulator::set_options(
+            {.runs = false, .max_shared_bytes = static_cast<size_t>(ctx.block_shared_bytes)});
         op.run_cuda(ctx, addresses);
       }
     } catch (const emulator::NotEmulated& error) {
