@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <paceline/device.h>
+#include <paceline/error.h>
 
 #include "base/boundary.h"
 #include "base/philox.h"
@@ -370,8 +371,13 @@ CudaStatus cuda_status() {
         cuda_kernels_for(status.name, status.compute_capability, status.architectures);
     status.reason = kernels.reason;
     if (!status.reason.empty()) return status;
-    const bool is_portable = !kernels.has_sm90a || cuda::asks_for_portable_kernels();
-    status.kernels = is_portable ? "portable" : "sm_90a";
+    try {
+      const bool is_portable = cuda::asks_for_portable_kernels() || !kernels.has_sm90a;
+      status.kernels = is_portable ? "portable" : "sm_90a";
+    } catch (const InvalidArgument& error) {
+      status.reason = error.what();
+      return status;
+    }
     status.has_been_run = has_cuda_capability_run(status.compute_capability);
     status.is_usable = true;
     return status;

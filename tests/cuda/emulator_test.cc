@@ -32,12 +32,13 @@ struct Shape {
   dim3 block = 32;
   dim3 cluster = 1;
   size_t shared_bytes = 0;
+  size_t max_shared_bytes = emulator::kMaxDynamicSharedBytes;  // of the machine
 };
 
 // Returns an error message, empty after success.
 template <class... Params, class... Args>
 std::string run(void (*kernel)(Params...), const Shape& shape, uint64_t seed, Args... args) {
-  emulator::set_options({.seed = seed});
+  emulator::set_options({.seed = seed, .max_shared_bytes = shape.max_shared_bytes});
   cudaLaunchAttribute cluster = {.id = cudaLaunchAttributeClusterDimension, .val = {}};
   cluster.val.clusterDim = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
   const cudaLaunchConfig_t config = {.gridDim = shape.grid,
@@ -220,6 +221,22 @@ TEST(Emulator, WritesBeyondMemoryAreErrors) {
   EXPECT_FALSE(memory.are_guards_intact());
   EXPECT_EXIT(static_cast<void>(run(writes, {.block = 1}, 0, values, 4)),
               ::testing::ExitedWithCode(1), "beyond an array: thread 0 of block");
+}
+
+__global__ void do_nothing() {}
+
+TEST(Emulator, AskingForMoreSharedMemoryThanTheMachineHasIsAnError) {
+  const auto ask = [](size_t num_bytes) {
+    return run(do_nothing, {.shared_bytes = num_bytes, .max_shared_bytes = 99 << 10}, 1);
+  };
+  EXPECT_EQ(ask(99 << 10), "");
+  EXPECT_THAT(ask((99 << 10) + 1), HasSubstr("it can have 101376"));
+  EXPECT_EQ(
+      cudaFuncSetAttribute(&do_nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, 99 << 10),
+      cudaSuccess);
+  EXPECT_EQ(
+      cudaFuncSetAttribute(&do_nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, 100 << 10),
+      cudaErrorInvalidValue);
 }
 
 TEST(Emulator, CopiesComeWithTheirWait) {

@@ -33,8 +33,8 @@ namespace {
 
 using emulator::GuardedMemory;
 
-// For each op and kernel of the table runs the cheapest case that launches it, unless another op
-// launches the kernel at a tenth of the cost. Then cases of each op, the
+// For each op and kernel of the table runs the cheapest case that launches it and has rows, unless
+// another op launches the kernel at a tenth of the cost. Then cases of each op, the
 // first word of their names, run until their cost exceeds the first number: the kernel threads that
 // they launch, or more where kernels loop over rows. They are taken in an order that depends on the
 // seed, without those that cost more than the second number.
@@ -214,6 +214,10 @@ struct Sized {
   int64_t cost = 0;
   int64_t bytes = 0;  // of arrays
   std::set<const void*> kernels;
+  // Whether the case is one without rows, where kernels end at once.
+  [[nodiscard]] bool is_empty() const {
+    return op_case.name.ends_with("_none") || op_case.name.find("_rows0of") != std::string::npos;
+  }
   [[nodiscard]] bool is_small() const { return cost <= kCostOfCase && bytes <= kBytesOfCase; }
 };
 // What the emulator can run of the table, by op.
@@ -226,7 +230,6 @@ struct Plan {
 // Calls all ops, with kernels that do nothing.
 Plan make_plan() {
   Plan plan;
-  emulator::set_options({.runs = false});
   // Addresses that nothing touches.
   const auto address = [](size_t i) {
     return reinterpret_cast<std::byte*>((uintptr_t{1} << 40) * (i + 1));
@@ -244,8 +247,11 @@ Plan make_plan() {
     const Addresses addresses(std::move(at));
     (void)emulator::take_counts();
     try {
-      for (const Machine machine : {Machine::kH100, Machine::kSmall}) {
+      // Kernels ask once for their shared memory, so the machine with less of it comes first.
+      for (const Machine machine : {Machine::kSmall, Machine::kH100}) {
         CudaContext ctx = context_of(op, machine, workspace, counters);
+        emulator::set_options(
+            {.runs = false, .max_shared_bytes = static_cast<size_t>(ctx.block_shared_bytes)});
         op.run_cuda(ctx, addresses);
       }
     } catch (const emulator::NotEmulated& error) {
@@ -256,11 +262,13 @@ Plan make_plan() {
     emulator::Counts counts = emulator::take_counts();
     const int64_t num_threads = std::max(counts.threads / 2, op.num_rows * kCostOfRow);
     const int64_t cost = num_threads * cost_of_thread(name);
-    for (const void* kernel : counts.kernels) {
+    const Sized& sized =
+        plan.ops[name].emplace_back(Sized{c, cost, num_bytes, std::move(counts.kernels)});
+    if (sized.is_empty()) continue;
+    for (const void* kernel : sized.kernels) {
       int64_t& least = plan.least_costs.try_emplace(kernel, cost).first->second;
       least = std::min(least, cost);
     }
-    plan.ops[name].push_back({c, cost, num_bytes, std::move(counts.kernels)});
   }
   return plan;
 }
@@ -273,7 +281,7 @@ std::vector<OpCase> chosen_cases(const Plan& plan, std::vector<Sized> cases) {
   const auto choose = [&](const Sized& c) {
     cost += c.cost;
     chosen.push_back(c.op_case);
-    reached.insert(c.kernels.begin(), c.kernels.end());
+    if (!c.is_empty()) reached.insert(c.kernels.begin(), c.kernels.end());
   };
   std::stable_sort(cases.begin(), cases.end(),
                    [](const Sized& a, const Sized& b) { return a.cost < b.cost; });
@@ -282,7 +290,7 @@ std::vector<OpCase> chosen_cases(const Plan& plan, std::vector<Sized> cases) {
     const auto is_needed = [&](const void* kernel) {
       return !reached.contains(kernel) && c.cost <= 10 * plan.least_costs.at(kernel);
     };
-    if (std::any_of(c.kernels.begin(), c.kernels.end(), is_needed)) {
+    if (!c.is_empty() && std::any_of(c.kernels.begin(), c.kernels.end(), is_needed)) {
       choose(c);
     } else {
       others.push_back(std::move(c));
