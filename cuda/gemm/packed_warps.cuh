@@ -150,7 +150,11 @@ void launch_warps(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
     launch_mxfp4<Mxfp4Shape<1, 1, 2, 8>>(ctx, p, call);
   } else if constexpr (format == WeightFormat::kInt4) {
     if (!is_narrow) return launch_int4<2, 2, 4, 4>(ctx, p, call);
-    if (row_tiles >= 64 || rows_to_expect(p) >= 4) return launch_int4<2, 1, 4, 5>(ctx, p, call);
+    // A matrix has as many warps with four rows as with one; rows of a mixture have several
+    // experts.
+    const bool has_many_warps =
+        row_tiles >= 64 || (p.expert_begin != nullptr && rows_to_expect(p) >= 4);
+    if (has_many_warps) return launch_int4<2, 1, 4, 5>(ctx, p, call);
     launch_int4<1, 1, 2, 8>(ctx, p, call);
   } else {
     if (!is_narrow) return launch_narrow<NarrowShape<format, 2, 4>, kHasTileSums>(ctx, p, call);
