@@ -21,13 +21,8 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   }();
   static_cast<void>(is_allowed);
 
-  const int64_t packed_rows = int64_t{p.max_rows_per_seq} * p.num_qo_heads;
-  const int64_t tiles_per_seq = std::max<int64_t>((packed_rows + S::kRows - 1) / S::kRows, 1);
-  int64_t tiles = p.max_seqs * tiles_per_seq;
-  if (p.row_indptr != nullptr) {
-    // An upper bound for every batch: each sequence rounds up at most once.
-    tiles = std::min(tiles, int64_t{p.max_rows} * p.num_qo_heads / S::kRows + p.max_seqs);
-  }
+  const paged::Tiles of_launch(p, S::kRows);
+  const int64_t tiles = of_launch.count;
   if (tiles == 0) return;
   // One block a multiprocessor. Each block decides on the device how its tile's context is split.
   const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
@@ -43,7 +38,7 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
                  " bytes; ", name, " needs ", total_bytes);
   const int64_t room = (ctx.workspace_bytes - total_bytes) / (tiles * kStateBytes);
   const Plan plan = {.num_tiles = static_cast<int32_t>(tiles),
-                     .tiles_per_seq = static_cast<int32_t>(tiles_per_seq),
+                     .tiles_per_seq = static_cast<int32_t>(of_launch.per_seq),
                      .splits = static_cast<int32_t>(splits),
                      .capacity = static_cast<int32_t>(std::min(room, max_chunks)),
                      .states = reinterpret_cast<float*>(ctx.workspace + total_bytes),

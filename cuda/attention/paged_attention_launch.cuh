@@ -34,21 +34,6 @@ inline void prepare(PagedAttentionParams& p) {
                  ", max_rows_per_seq ", p.max_rows_per_seq);
 }
 
-// The tiles of a launch with tiles of `tile_rows` packed rows, at most.
-struct Tiles {
-  int64_t per_seq;
-  int64_t count;
-
-  Tiles(const PagedAttentionParams& p, int32_t tile_rows) {
-    const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
-    per_seq = (p.max_rows_per_seq * heads_per_group + tile_rows - 1) / tile_rows;
-    count = p.max_seqs * per_seq;
-    if (p.row_indptr == nullptr) return;
-    // An upper bound for every batch: each sequence rounds up at most once.
-    count = std::min(count, p.max_rows * heads_per_group / tile_rows + p.max_seqs);
-  }
-};
-
 template <int kHeadDim, int kMTiles, Ring kRing>
 void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   using S = Shape<kHeadDim, kMTiles, kRing>;

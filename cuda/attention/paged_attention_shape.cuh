@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "attention/attention_common.cuh"
+#include "ops/ops.h"
 
 namespace paceline::cuda::paged {
 
@@ -99,5 +100,20 @@ struct ThreadPosition {
 __device__ __forceinline__ int32_t packed_row(int32_t m, int32_t half, const ThreadPosition& at) {
   return m * 16 + half * 8 + at.quad_row;
 }
+
+// The tiles of a launch with tiles of `tile_rows` packed rows, at most.
+struct Tiles {
+  int64_t per_seq;
+  int64_t count;
+
+  Tiles(const PagedAttentionParams& p, int32_t tile_rows) {
+    const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
+    per_seq = (p.max_rows_per_seq * heads_per_group + tile_rows - 1) / tile_rows;
+    count = p.max_seqs * per_seq;
+    if (p.row_indptr == nullptr) return;
+    // An upper bound for every batch: each sequence rounds up at most once.
+    count = std::min(count, p.max_rows * heads_per_group / tile_rows + p.max_seqs);
+  }
+};
 
 }  // namespace paceline::cuda::paged

@@ -57,15 +57,36 @@ struct Packing<PackedKind::kFp8> {
   }
 };
 
-template <>
-struct Packing<PackedKind::kMxfp4> {
-  static constexpr int32_t kTileRowBytes = packed_tile(PackedKind::kMxfp4).row_bytes;
-  static constexpr int32_t kTileBytes = packed_tile(PackedKind::kMxfp4).bytes();
+// Elements of 4 bits.
+template <PackedKind kind>
+struct NibblePacking {
+  static constexpr int32_t kTileRowBytes = packed_tile(kind).row_bytes;
+  static constexpr int32_t kTileBytes = packed_tile(kind).bytes();
   static constexpr int32_t kChunkBytes = 512;
   static constexpr int32_t kWords = 4;
   static constexpr int32_t kUnits = 32;
 
   __device__ __forceinline__ static int32_t group(int32_t unit) { return unit / 4; }
+  // The two elements of a byte, in the lower and in the upper half.
+  __device__ __forceinline__ static uint32_t spread(uint32_t byte) {
+    return (byte & 0x0fu) | (byte & 0xf0u) << 12;
+  }
+};
+
+// Scales and zero points: a word of two rows.
+template <PackedKind kind>
+struct ScalePacking {
+  static constexpr int32_t kTileRowBytes = packed_tile(kind).row_bytes;
+  static constexpr int32_t kTileBytes = packed_tile(kind).bytes();
+  static constexpr int32_t kChunkBytes = 128;
+  static constexpr int32_t kWords = 1;
+  static constexpr int32_t kUnits = 8;
+
+  __device__ __forceinline__ static int32_t group(int32_t unit) { return unit; }
+};
+
+template <>
+struct Packing<PackedKind::kMxfp4> : NibblePacking<PackedKind::kMxfp4> {
   __device__ __forceinline__ static uint32_t low_bits(int32_t) { return 0x83c783c7u; }
   __device__ __forceinline__ static uint32_t word(const uint8_t* tile, int32_t pitch, int32_t unit,
                                                   int32_t word) {
@@ -83,21 +104,10 @@ struct Packing<PackedKind::kMxfp4> {
  private:
   static constexpr uint32_t kSign = 0x00080008u;
   static constexpr uint32_t kRest = 0x00070007u;
-  // The two elements of a byte, in the lower and in the upper half.
-  __device__ __forceinline__ static uint32_t spread(uint32_t byte) {
-    return (byte & 0x0fu) | (byte & 0xf0u) << 12;
-  }
 };
 
 template <>
-struct Packing<PackedKind::kMxfp4Scales> {
-  static constexpr int32_t kTileRowBytes = packed_tile(PackedKind::kMxfp4Scales).row_bytes;
-  static constexpr int32_t kTileBytes = packed_tile(PackedKind::kMxfp4Scales).bytes();
-  static constexpr int32_t kChunkBytes = 128;
-  static constexpr int32_t kWords = 1;
-  static constexpr int32_t kUnits = 8;
-
-  __device__ __forceinline__ static int32_t group(int32_t unit) { return unit; }
+struct Packing<PackedKind::kMxfp4Scales> : ScalePacking<PackedKind::kMxfp4Scales> {
   __device__ __forceinline__ static uint32_t low_bits(int32_t) { return 0x00ff00ffu; }
   __device__ __forceinline__ static uint32_t word(const uint8_t* tile, int32_t pitch, int32_t unit,
                                                   int32_t) {
@@ -108,14 +118,7 @@ struct Packing<PackedKind::kMxfp4Scales> {
 };
 
 template <>
-struct Packing<PackedKind::kInt4> {
-  static constexpr int32_t kTileRowBytes = packed_tile(PackedKind::kInt4).row_bytes;
-  static constexpr int32_t kTileBytes = packed_tile(PackedKind::kInt4).bytes();
-  static constexpr int32_t kChunkBytes = 512;
-  static constexpr int32_t kWords = 4;
-  static constexpr int32_t kUnits = 32;
-
-  __device__ __forceinline__ static int32_t group(int32_t unit) { return unit / 4; }
+struct Packing<PackedKind::kInt4> : NibblePacking<PackedKind::kInt4> {
   __device__ __forceinline__ static uint32_t low_bits(int32_t) { return 0x0f0f0f0fu; }
   __device__ __forceinline__ static uint32_t word(const uint8_t* tile, int32_t pitch, int32_t unit,
                                                   int32_t word) {
@@ -123,23 +126,10 @@ struct Packing<PackedKind::kInt4> {
     const uint8_t* const high = low + 8 * pitch;
     return spread(low[0]) | spread(high[0]) << 4 | spread(low[4]) << 8 | spread(high[4]) << 12;
   }
-
- private:
-  // The two codes of a byte, in the lower and in the upper half.
-  __device__ __forceinline__ static uint32_t spread(uint32_t byte) {
-    return (byte & 0x0fu) | (byte & 0xf0u) << 12;
-  }
 };
 
 template <>
-struct Packing<PackedKind::kInt4Scales> {
-  static constexpr int32_t kTileRowBytes = packed_tile(PackedKind::kInt4Scales).row_bytes;
-  static constexpr int32_t kTileBytes = packed_tile(PackedKind::kInt4Scales).bytes();
-  static constexpr int32_t kChunkBytes = 128;
-  static constexpr int32_t kWords = 1;
-  static constexpr int32_t kUnits = 8;
-
-  __device__ __forceinline__ static int32_t group(int32_t unit) { return unit; }
+struct Packing<PackedKind::kInt4Scales> : ScalePacking<PackedKind::kInt4Scales> {
   __device__ __forceinline__ static uint32_t low_bits(int32_t) { return 0x0000ffffu; }
   __device__ __forceinline__ static uint32_t word(const uint8_t* tile, int32_t pitch, int32_t unit,
                                                   int32_t) {

@@ -160,7 +160,6 @@ void normed_gemm(CudaContext& ctx, const NormedGemmParams& p) {
       (p.has_activation ? cuda::may_join(ctx, activated) : cuda::is_own(ctx, product)) &&
       cuda::takes_norm(ctx, p);
   if (is_joined) {
-    if (product.max_rows <= 0) return;
     cuda::label(ctx, product);
     return cuda::launch_normed_gemm(ctx, p);
   }

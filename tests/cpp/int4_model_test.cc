@@ -28,11 +28,13 @@ namespace {
 
 using testing::described_value;
 using testing::Edit;
+using testing::expect_about_normal;
 using testing::format_tensors;
 using testing::FormatTensor;
 using testing::FormatTensors;
 using ::testing::HasSubstr;
 using testing::int4_config;
+using testing::lay_out_on_gpu;
 using testing::message_of;
 using testing::put_all;
 using testing::value_in_memory;
@@ -222,26 +224,12 @@ TEST(Int4Model, DummyWeightsAreAboutNormal) {
   ModelBuilder builder(int4_config(), DType::kBFloat16);
   builder.fill_dummy(1);
   const auto model = builder.finish();
-  const auto expect_normal = [](const WeightMatrix& matrix, const std::string& name) {
-    double sum = 0;
-    double squares = 0;
-    for (int64_t row = 0; row < matrix.n; ++row) {
-      for (int64_t col = 0; col < matrix.k; ++col) {
-        const double value = value_in_memory(matrix, row, col);
-        sum += value;
-        squares += value * value;
-      }
-    }
-    const double count = static_cast<double>(matrix.n) * matrix.k;
-    EXPECT_NEAR(sum / count, 0, 0.12 / std::sqrt(count)) << name;
-    EXPECT_NEAR(std::sqrt(squares / count), 0.02, 0.0005 + 0.12 / std::sqrt(count)) << name;
-  };
   for_each_linear(model->config, model->weights,
                   Overloaded{[&](const Linear& linear, const LinearShape& shape) {
-                               expect_normal(linear.weight, shape.name);
+                               expect_about_normal(linear.weight, shape.name);
                              },
                              [&](const ExpertLinears& experts, const LinearShape& shape) {
-                               expect_normal(experts.weight.of(5), shape.name);
+                               expect_about_normal(experts.weight.of(5), shape.name);
                              }});
 }
 
@@ -262,15 +250,8 @@ TEST(Int4Model, CostsCountEveryByte) {
 // On a GPU codes, scales and zero points lie in tiles, padded with zeros.
 TEST(Int4Model, ABfloat16GpuHasItPacked) {
   const DecoderConfig config = parse_decoder_config(int4_config());
-  const auto layout = [&](DType dtype, DecoderWeights& weights) {
-    Carver carver(dtype, Device::kCuda, /*base=*/nullptr);
-    lay_out(config, carver, weights);
-    std::map<std::string, NamedWeight> named;
-    for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = std::move(weight);
-    return named;
-  };
   DecoderWeights weights;
-  std::map<std::string, NamedWeight> named = layout(DType::kBFloat16, weights);
+  std::map<std::string, NamedWeight> named = lay_out_on_gpu(config, DType::kBFloat16, weights);
   const WeightMatrix& qkv =
       std::get<MultiHeadAttentionWeights>(weights.layers[0].attention).qkv.weight;  // 224 x 160
   EXPECT_TRUE(qkv.is_packed());
@@ -293,7 +274,7 @@ TEST(Int4Model, ABfloat16GpuHasItPacked) {
   EXPECT_EQ(gate_up.scales_stride, 12 * 32);
   EXPECT_EQ(named.at("layers.0.mlp.experts.gate_up.zeros").packed->matrix_stride, 12 * 32);
   EXPECT_FALSE(named.at("layers.0.mlp.experts.gate_up.order").packed);
-  for (const auto& [name, weight] : layout(DType::kFloat32, weights)) {
+  for (const auto& [name, weight] : lay_out_on_gpu(config, DType::kFloat32, weights)) {
     EXPECT_FALSE(weight.packed) << name;
   }
 }

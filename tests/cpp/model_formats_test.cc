@@ -27,6 +27,7 @@ using testing::apply_edit;
 using testing::described_value;
 using testing::Edit;
 using testing::encode;
+using testing::expect_about_normal;
 using testing::expert_matrix;
 using testing::format_tensors;
 using testing::FormatTensor;
@@ -359,18 +360,7 @@ TEST(ModelFormats, DummyWeightsAreAboutNormal) {
     EXPECT_TRUE(model_weight_arena(*model) == model_weight_arena(*dummy(1)));
     EXPECT_FALSE(model_weight_arena(*model) == model_weight_arena(*dummy(2)));
     const auto expect_normal = [](const WeightMatrix& matrix, const std::string& name) {
-      double sum = 0;
-      double squares = 0;
-      for (int64_t row = 0; row < matrix.n; ++row) {
-        for (int64_t col = 0; col < matrix.k; ++col) {
-          const double value = value_in_memory(matrix, row, col);
-          sum += value;
-          squares += value * value;
-        }
-      }
-      const double count = static_cast<double>(matrix.n) * matrix.k;
-      EXPECT_NEAR(sum / count, 0, 0.12 / std::sqrt(count)) << name;
-      EXPECT_NEAR(std::sqrt(squares / count), 0.02, 0.0005 + 0.12 / std::sqrt(count)) << name;
+      expect_about_normal(matrix, name);
       EXPECT_FALSE(matrix.has_exact_scales) << name;
     };
     for_each_linear(model->config, model->weights,

@@ -22,6 +22,7 @@
 #include "model/weights/visit_weights.h"
 #include "model/weights/weight_layout.h"
 #include "support/described_model.h"
+#include "support/format_tensors.h"
 #include "support/packed_weights.h"
 
 namespace paceline {
@@ -30,6 +31,7 @@ namespace {
 using testing::deepseek_config;
 using ::testing::ElementsAre;
 using testing::latent_config;
+using testing::lay_out_on_gpu;
 using testing::mixture_config;
 
 // Name, shape and place of every tensor of a mixture and of scaled formats, written out by hand.
@@ -274,15 +276,8 @@ TEST(WeightLayout, TransposesPlainExperts) {
 // On a GPU, matrices of bfloat16 models with scales lie packed: in tiles of 16 x 64, padded.
 TEST(WeightLayout, IsPackedOnAGpu) {
   const DecoderConfig config = parse_decoder_config(mixture_config());
-  const auto layout = [&](DType dtype, DecoderWeights& weights) {
-    Carver carver(dtype, Device::kCuda, /*base=*/nullptr);
-    lay_out(config, carver, weights);
-    std::map<std::string, NamedWeight> named;
-    for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = std::move(weight);
-    return named;
-  };
   DecoderWeights weights;
-  std::map<std::string, NamedWeight> named = layout(DType::kBFloat16, weights);
+  std::map<std::string, NamedWeight> named = lay_out_on_gpu(config, DType::kBFloat16, weights);
   const WeightMatrix& qkv =
       std::get<MultiHeadAttentionWeights>(weights.layers[0].attention).qkv.weight;
   EXPECT_TRUE(qkv.is_packed());
@@ -317,7 +312,7 @@ TEST(WeightLayout, IsPackedOnAGpu) {
   }
   EXPECT_EQ(bytes.at("layers.0.attn.qkv"), 14 * 3 * 1024 + 7 * 2 * 4);
   EXPECT_EQ(bytes.at("layers.0.mlp.experts.gate_up"), 12 * 3 * (512 + 32));
-  for (const auto& [name, weight] : layout(DType::kFloat32, weights)) {
+  for (const auto& [name, weight] : lay_out_on_gpu(config, DType::kFloat32, weights)) {
     EXPECT_FALSE(weight.packed) << name;
   }
 }

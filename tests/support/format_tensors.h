@@ -4,6 +4,8 @@
 // Random tensors for a description with formats, and the values that they stand for by
 // docs/model-format.md.
 
+#include <gtest/gtest.h>
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +13,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/model.h>
@@ -213,6 +216,32 @@ inline double value_in_memory(const WeightMatrix& matrix, int64_t row, int64_t c
 // Matrix `expert` of a mixture.
 inline WeightMatrix expert_matrix(const ExpertMatrices& experts, int64_t expert) {
   return experts.of(expert);
+}
+
+// Whether the values of a matrix have the mean and the deviation of dummy weights.
+inline void expect_about_normal(const WeightMatrix& matrix, const std::string& name) {
+  double sum = 0;
+  double squares = 0;
+  for (int64_t row = 0; row < matrix.n; ++row) {
+    for (int64_t col = 0; col < matrix.k; ++col) {
+      const double value = value_in_memory(matrix, row, col);
+      sum += value;
+      squares += value * value;
+    }
+  }
+  const double count = static_cast<double>(matrix.n) * matrix.k;
+  EXPECT_NEAR(sum / count, 0, 0.12 / std::sqrt(count)) << name;
+  EXPECT_NEAR(std::sqrt(squares / count), 0.02, 0.0005 + 0.12 / std::sqrt(count)) << name;
+}
+
+// The weights of a description as they lie on a GPU, by name; nothing is allocated.
+inline std::map<std::string, NamedWeight> lay_out_on_gpu(const DecoderConfig& config, DType dtype,
+                                                         DecoderWeights& weights) {
+  Carver carver(dtype, Device::kCuda, /*base=*/nullptr);
+  lay_out(config, carver, weights);
+  std::map<std::string, NamedWeight> named;
+  for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = std::move(weight);
+  return named;
 }
 
 }  // namespace paceline::testing
