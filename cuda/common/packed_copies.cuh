@@ -60,6 +60,32 @@ __device__ __forceinline__ uint64_t row_address(const void* first, int32_t row, 
   return address;
 }
 
+#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
+// Weights are read once, so they pass the first cache by.
+__device__ __forceinline__ uint4 read_weights_16(const void* from, uint64_t policy) {
+  uint4 words;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from), "l"(policy));
+  return words;
+}
+__device__ __forceinline__ uint32_t read_weights_4(const void* from, uint64_t policy) {
+  uint32_t word;
+  asm volatile("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;"
+               : "=r"(word)
+               : "l"(from), "l"(policy));
+  return word;
+}
+#endif
+
+// word & kMask | bits, by one instruction; of two constants the compiler makes two.
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t masked_with(uint32_t word, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "n"(kMask), "r"(bits));
+  return result;
+}
+
 // Both bfloat16 of `pair`, times the lower or upper one of `by`. Subnormals are not flushed.
 template <bool kIsUpper>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t by) {

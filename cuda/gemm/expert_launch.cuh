@@ -15,6 +15,7 @@
 #include "device/cuda_context.h"
 #include "gemm/expert_launch.h"
 #include "gemm/expert_tiles.cuh"
+#include "gemm/packed_args.h"
 #include "gemm/scale_args.h"
 
 namespace paceline::cuda {
@@ -50,6 +51,18 @@ inline ScaleArgs scale_args(const ExpertMatrices& matrices) {
                                    : ScaleUse::kTileSums;
   }
   return args;
+}
+
+inline Int4Args int4_args(const WeightMatrix& w) {
+  if (w.format != WeightFormat::kInt4) return {};
+  const auto group_blocks = static_cast<uint32_t>(w.scale_cols / kInt4Columns);
+  return {.zeros = reinterpret_cast<const std::byte*>(w.zeros),
+          .zeros_stride = w.zeros_bytes(),
+          .order = w.order,
+          .num_groups = static_cast<int32_t>(w.num_scale_cols()),
+          .group_columns = w.scale_cols,
+          .reciprocal = (1u << 31) / group_blocks + 1,
+          .is_float16 = w.scale_dtype == DType::kFloat16};
 }
 
 // Throws Unsupported for a product that the tensor core kernels cannot compute.

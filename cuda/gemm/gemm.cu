@@ -13,6 +13,7 @@
 #include "common/kernel_trace.h"
 #include "device/cuda_context.h"
 #include "elementwise/gate_up.cuh"
+#include "gemm/converted_gemm.h"
 #include "gemm/expert_launch.h"
 #include "gemm/gemm_planner.h"
 #include "gemm/gemm_tiles.h"
@@ -82,8 +83,9 @@ ExpertGemmParams one_expert(const GemmParams& p) {
           .num_groups = p.num_groups};
 }
 
-// Launches our own kernel for bfloat16.
+// Launches our own kernel for bfloat16, or for weights that it converts to it.
 void launch_own(CudaContext& ctx, const GemmParams& p, const ProductEnd& end = {}) {
+  if (takes_converted(ctx, p)) return launch_converted(ctx, p, end);
   if (ctx.is_portable) {
     return launch_portable_gemm(ctx, one_expert(p), {.num_rows = p.num_rows}, end.activation);
   }
@@ -96,14 +98,21 @@ bool is_own(const CudaContext& ctx, const GemmParams& p) {
          p.num_groups == 1 && !(ctx.gemm != nullptr && ctx.gemm->has_plan(p));
 }
 
+// Whether launch_own computes the product, and not a library.
+bool has_own_ends(const CudaContext& ctx, const GemmParams& p) {
+  return is_own(ctx, p) || takes_converted(ctx, p);
+}
+
 // Whether the activation may be the end of our own kernel.
 bool may_join(const CudaContext& ctx, const ActivatedGemmParams& p) {
   const GemmParams& product = p.product;
-  return is_own(ctx, product) && product.y_dtype == DType::kBFloat16 && product.bias == nullptr &&
-         p.activation.intermediate % 8 == 0 && ends_products(p.activation.activation);
+  return has_own_ends(ctx, product) && product.y_dtype == DType::kBFloat16 &&
+         product.bias == nullptr && p.activation.intermediate % 8 == 0 &&
+         ends_products(p.activation.activation);
 }
 
 bool ends_in_activation(const CudaContext& ctx, const GemmParams& p) {
+  if (takes_converted(ctx, p)) return takes_converted_activation(ctx, p);
   return ctx.is_portable ? takes_portable_activation(p) : takes_activation(ctx, p);
 }
 
@@ -129,6 +138,7 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
     return;
   }
   cuda::label(ctx, p);
+  if (cuda::takes_converted(ctx, p)) return cuda::launch_converted(ctx, p);
   if (p.weight.dtype == DType::kFloat32 || p.weight.format != WeightFormat::kPlain) {
     return cuda::launch_any_format(ctx, cuda::one_expert(p), {.num_rows = p.num_rows});
   }
@@ -156,9 +166,9 @@ void normed_gemm(CudaContext& ctx, const NormedGemmParams& p) {
   const GemmParams& product = p.product;
   const ActivatedGemmParams activated = {.product = product, .activation = p.activation};
   if (p.has_activation) check_activation(activated);
-  const bool is_joined =
-      (p.has_activation ? cuda::may_join(ctx, activated) : cuda::is_own(ctx, product)) &&
-      cuda::takes_norm(ctx, p);
+  const bool is_joined = cuda::is_own(ctx, product) &&
+                         (!p.has_activation || cuda::may_join(ctx, activated)) &&
+                         cuda::takes_norm(ctx, p);
   if (is_joined) {
     cuda::label(ctx, product);
     return cuda::launch_normed_gemm(ctx, p);
@@ -172,7 +182,7 @@ void normed_gemm(CudaContext& ctx, const NormedGemmParams& p) {
 }
 
 bool adds_in_product(const CudaContext& ctx, const GemmParams& p) {
-  return !ctx.is_portable && cuda::is_own(ctx, p) && cuda::takes_residual(p);
+  return !ctx.is_portable && cuda::has_own_ends(ctx, p) && cuda::takes_residual(p);
 }
 
 void added_gemm(CudaContext& ctx, const AddedGemmParams& p) {

@@ -22,11 +22,13 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 // Four 8x8 matrices of 16-bit elements, each spread over the warp as an accumulator is: lane l
 // holds elements 2 (l % 4) and the next of row l / 4. Row l % 8 of matrix l / 8 goes to lane l's
 // address.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
 __device__ __forceinline__ void store_matrices(void* to, const uint32_t (&from)[4]) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)),
-      "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
-      : "memory");
+  store_matrices(shared_address(to), from);
 }
 
 // The same with every matrix transposed on the way.

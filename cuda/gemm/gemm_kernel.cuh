@@ -100,6 +100,8 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
   int32_t previous = -1;
   for (int32_t block = 0; block < num_blocks; ++block) {
     barrier_wait(full + stage * static_cast<uint32_t>(sizeof(uint64_t)), parity);
+    // What warps have written. They do not order it themselves: they would wait for their loads.
+    if constexpr (!Tile::kWeightsArrive) fence_shared_for_wgmma();
     const uint32_t weights = uniform(data + stage * Tile::kStageBytes);
     const uint32_t tokens = weights + Tile::kSteps * Tile::kWeightBytes;
     const uint32_t rows =
@@ -107,13 +109,15 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
     const uint32_t columns = Tile::kWeightsAreRows ? tokens : weights;
     pin(sums);
     wgmma_begin();
+    // Steps further on are added to the descriptors, which are in units of 16 bytes.
+    const uint64_t a = tile_descriptor(rows);
+    const uint64_t b = tile_descriptor(columns);
 #pragma unroll
     for (int32_t step = 0; step < Tile::kSteps; ++step) {
-      const uint64_t a = tile_descriptor(rows + step * kRowStep);
-      const uint64_t b = tile_descriptor(columns + step * kColumnStep);
 #pragma unroll
       for (int32_t i = 0; i < Tile::kDepth / 16; ++i) {
-        wgmma<Tile::kColumns>(sums, a + i * kNext16Columns, b + i * kNext16Columns);
+        wgmma<Tile::kColumns>(sums, a + step * (kRowStep >> 4) + i * kNext16Columns,
+                              b + step * (kColumnStep >> 4) + i * kNext16Columns);
       }
     }
     wgmma_commit();
@@ -133,6 +137,89 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
   pin(sums);
 }
 
+// Where the first output of a block lies.
+struct TilePlace {
+  int32_t first_token;
+  int32_t first_column;  // of y
+};
+
+// The outputs of a tile along n; where gates and ups are joined, half of its weights.
+template <class Tile>
+__device__ __forceinline__ int32_t columns_of(const GemmArgs& args) {
+  return args.gated.up_row != 0 ? Tile::kWeights / 2 : Tile::kWeights;
+}
+
+// Multiplies the ring's stages and writes the tile; called by the consumers.
+template <class Out, class Tile>
+__device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmArgs& args,
+                                             const TilePlace& place, int32_t num_blocks) {
+  const int32_t first_token = place.first_token;
+  const int32_t first_column = place.first_column;
+  // The bias is a constant, which is read at the end.
+  constexpr int32_t kLine = 32;  // floats of 128 bytes
+  const int32_t of_bias = first_column + static_cast<int32_t>(threadIdx.x) * kLine;
+  if (args.bias != nullptr && threadIdx.x * kLine < Tile::kWeights && of_bias < args.n) {
+    prefetch_to_l2(args.bias + of_bias);
+  }
+  // Tokens arrive behind the predecessor only, so waiting here costs nothing, and the number of
+  // rows is there when it is needed.
+  wait_for_predecessor();
+  const int32_t num_rows = min(*args.num_rows, args.max_rows);
+  const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
+  const int32_t num_columns = min(args.n - first_column, columns_of<Tile>(args));
+  using Staged = StagedTile<Out, Tile>;
+  constexpr bool kMayAdd = Tile::kTokens <= kMaxAddedTokens && sizeof(Out) == 2;
+  typename Staged::ResidualPiece residual;
+  if constexpr (kMayAdd) {
+    if (args.residual != nullptr) {
+      Staged::read_residual(args.residual + first_token * args.y_stride + first_column,
+                            args.y_stride, num_tokens, num_columns, residual);
+    }
+  }
+  Accumulators<Tile> sums = {};
+  consume<Tile>(ring, num_blocks, sums);
+
+  // The ring is idle: all requested tiles have been multiplied.
+  const Staged staged = {reinterpret_cast<Out*>(ring.data)};
+  asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
+  staged.put(sums, [&](int32_t column) {
+    return args.bias != nullptr && first_column + column < args.n ? args.bias[first_column + column]
+                                                                  : 0.0f;
+  });
+  asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
+  if constexpr (kMayAdd) {
+    if (args.residual != nullptr) return staged.add(residual);
+  }
+  Out* const y = static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column;
+  if constexpr (sizeof(Out) == 2 && Tile::kWeights % 16 == 0) {
+    if (args.gated.up_row != 0) {
+      return staged.write_gated(y, args.y_stride, num_tokens, num_columns, args.gated);
+    }
+  }
+  staged.write(y, args.y_stride, num_tokens, num_columns);
+}
+
+// Initialises the barriers of a ring, of which `arrivals` fill a stage, and lets the successor
+// start. All threads of the block call it.
+template <class Tile>
+__device__ __forceinline__ void begin_ring(const Ring<Tile>& ring, uint32_t arrivals) {
+  if (threadIdx.x == 0) {
+    for (int32_t stage = 0; stage < ring.num_stages; ++stage) {
+      barrier_init(&ring.full[stage], arrivals);
+      barrier_init(&ring.empty[stage], Tile::kGroups * 4);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  let_successor_start();
+}
+
+// Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
+__device__ __forceinline__ std::byte* align_ring(std::byte* storage) {
+  return reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(storage) + 1023) &
+                                      ~uintptr_t{1023});
+}
+
 template <class Out, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap weight_map,
@@ -141,81 +228,24 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) std::byte ring_storage[];
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
-  const Ring<Tile> ring = {
-      // Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
-      .data = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(ring_storage) + 1023) &
-                                           ~uintptr_t{1023}),
-      .full = full,
-      .empty = empty,
-      .num_stages = args.num_stages,
-      .arriving_bytes = args.stage_bytes};
-  const int32_t first_token = static_cast<int32_t>(blockIdx.x) * args.block_tokens;
-  const bool is_gated = args.gated.up_row != 0;
-  const int32_t tile_columns = is_gated ? Tile::kWeights / 2 : Tile::kWeights;  // of y
-  const int32_t first_column = static_cast<int32_t>(blockIdx.y) * tile_columns;
+  const Ring<Tile> ring = {.data = align_ring(ring_storage),
+                           .full = full,
+                           .empty = empty,
+                           .num_stages = args.num_stages,
+                           .arriving_bytes = args.stage_bytes};
+  const TilePlace place = {
+      .first_token = static_cast<int32_t>(blockIdx.x) * args.block_tokens,
+      .first_column = static_cast<int32_t>(blockIdx.y) * columns_of<Tile>(args)};
   constexpr int32_t kBlockDepth = Tile::kSteps * Tile::kDepth;
   const int32_t num_blocks = (args.k + kBlockDepth - 1) / kBlockDepth;
+  begin_ring<Tile>(ring, 1);
 
-  if (threadIdx.x == 0) {
-    for (int32_t stage = 0; stage < args.num_stages; ++stage) {
-      barrier_init(&full[stage], 1);
-      barrier_init(&empty[stage], Tile::kGroups * 4);
-    }
-    barrier_init_fence();
-  }
-  __syncthreads();
-  let_successor_start();
-
-  if (threadIdx.x >= Tile::kConsumers) {
-    if (threadIdx.x == Tile::kConsumers) {
-      produce<Tile>(ring, &weight_map, &token_map, first_column, first_token, num_blocks,
-                    args.gated.up_row);
-    } else {
-      wait_for_predecessor();
-    }
+  if (threadIdx.x < Tile::kConsumers) return compute_tile<Out, Tile>(ring, args, place, num_blocks);
+  if (threadIdx.x == Tile::kConsumers) {
+    produce<Tile>(ring, &weight_map, &token_map, place.first_column, place.first_token, num_blocks,
+                  args.gated.up_row);
   } else {
-    // The bias is a constant, which is read at the end.
-    constexpr int32_t kLine = 32;  // floats of 128 bytes
-    const int32_t of_bias = first_column + static_cast<int32_t>(threadIdx.x) * kLine;
-    if (args.bias != nullptr && threadIdx.x * kLine < Tile::kWeights && of_bias < args.n) {
-      prefetch_to_l2(args.bias + of_bias);
-    }
-    // Tokens arrive behind the predecessor only, so waiting here costs nothing, and the number of
-    // rows is there when it is needed.
     wait_for_predecessor();
-    const int32_t num_rows = min(*args.num_rows, args.max_rows);
-    const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
-    const int32_t num_columns = min(args.n - first_column, tile_columns);
-    using Staged = StagedTile<Out, Tile>;
-    constexpr bool kMayAdd = Tile::kTokens <= kMaxAddedTokens && sizeof(Out) == 2;
-    typename Staged::ResidualPiece residual;
-    if constexpr (kMayAdd) {
-      if (args.residual != nullptr) {
-        Staged::read_residual(args.residual + first_token * args.y_stride + first_column,
-                              args.y_stride, num_tokens, num_columns, residual);
-      }
-    }
-    Accumulators<Tile> sums = {};
-    consume<Tile>(ring, num_blocks, sums);
-
-    // The ring is idle: all requested tiles have been multiplied.
-    const Staged staged = {reinterpret_cast<Out*>(ring.data)};
-    asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
-    staged.put(sums, [&](int32_t column) {
-      return args.bias != nullptr && first_column + column < args.n
-                 ? args.bias[first_column + column]
-                 : 0.0f;
-    });
-    asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
-    if constexpr (kMayAdd) {
-      if (args.residual != nullptr) return staged.add(residual);
-    }
-    Out* const y = static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column;
-    if constexpr (sizeof(Out) == 2 && Tile::kWeights % 16 == 0) {
-      if (is_gated)
-        return staged.write_gated(y, args.y_stride, num_tokens, num_columns, args.gated);
-    }
-    staged.write(y, args.y_stride, num_tokens, num_columns);
   }
 }
 

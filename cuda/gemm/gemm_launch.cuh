@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "base/check.h"
 #include "common/launch.cuh"
@@ -18,10 +19,25 @@ namespace paceline::cuda {
 inline constexpr int32_t kMaxSharedBytes = 226 << 10;  // of 227 KB; barriers take their share
 inline constexpr int32_t kMaxRingBytes = kMaxSharedBytes - 1024;
 
+// 64 * groups rows of weights by some tokens, and the other way round.
+template <int32_t groups, int32_t tokens, int32_t steps = 1>
+using WeightRows = Tile<RowsAre::kWeights, groups, tokens, steps>;
+template <int32_t groups, int32_t weights, int32_t steps = 1>
+using TokenRows = Tile<RowsAre::kTokens, groups, weights, steps>;
+// Fewer weights than a warpgroup multiplies, by 16 tokens.
+template <int32_t weights>
+using ThinRows = Tile<RowsAre::kWeights, 1, 16, 4, 16, weights>;
+
 template <class Tile>
 int64_t num_tiles(int32_t n, int32_t rows) {
   return int64_t{(n + Tile::kWeights - 1) / Tile::kWeights} *
          ((rows + Tile::kTokens - 1) / Tile::kTokens);
+}
+
+// The number of tiles that the busiest SM computes.
+template <class Tile>
+int64_t num_waves(const CudaContext& ctx, const GemmParams& p) {
+  return (num_tiles<Tile>(p.weight.n, p.max_rows) + ctx.num_sms - 1) / ctx.num_sms;
 }
 
 // Clocks that an SM spends on a tile for each column of K: the tensor cores multiply 2,048 pairs
@@ -43,18 +59,19 @@ int32_t num_stages_of(int32_t ring_bytes) {
                     std::min(kMaxStages, kFit));
 }
 
+// What a tile's kernel is launched with.
+struct TileLaunch {
+  GemmArgs args;
+  dim3 grid;
+  size_t shared_bytes;
+  int32_t tile_columns;  // outputs of a tile along n
+};
+
 // With an activation, y is that of the product (ActivatedGemmParams). With a residual, y is added
 // to it (AddedGemmParams).
 template <class Out, class Tile>
-void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
-                 const ProductEnd& end = {}) {
+TileLaunch tile_launch(const GemmParams& p, int32_t ring_bytes, const ProductEnd& end) {
   const GatedActivationParams* const activation = end.activation;
-  auto* const kernel = &gemm_kernel<Out, Tile>;
-  static const bool is_allowed = [&] {
-    allow_shared_bytes(kernel, kMaxSharedBytes, "gemm");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
   constexpr int32_t kStagedBytes = StagedTile<Out, Tile>::kBytes;
   static_assert(kStagedBytes <= kMaxRingBytes);
   const int32_t num_stages = std::max(num_stages_of<Tile>(ring_bytes),
@@ -69,6 +86,8 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
   const int32_t n = is_gated ? activation->intermediate : p.weight.n;
   const int32_t token_tiles = (p.max_rows + Tile::kTokens - 1) / Tile::kTokens;
   const int32_t block_tokens = ((p.max_rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
+  const int32_t tile_columns = is_gated ? Tile::kWeights / 2 : Tile::kWeights;
+  const int32_t weight_bytes = Tile::kWeightsArrive ? Tile::kWeightBytes : 0;
   const GemmArgs args = {
       .num_rows = p.num_rows,
       .max_rows = p.max_rows,
@@ -78,7 +97,7 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
       .n = n,
       .k = p.weight.k,
       .num_stages = num_stages,
-      .stage_bytes = Tile::kSteps * (Tile::kWeightBytes + block_tokens * Tile::kRowBytes),
+      .stage_bytes = Tile::kSteps * (weight_bytes + block_tokens * Tile::kRowBytes),
       .block_tokens = block_tokens,
       .gated = is_gated ? GatedRows{.up_row = n,
                                     .activation = activation->activation,
@@ -86,12 +105,42 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
                                     .limit = activation->limit}
                         : GatedRows{},
       .residual = end.residual};
-  const int32_t tile_columns = is_gated ? Tile::kWeights / 2 : Tile::kWeights;
   const dim3 grid((p.max_rows + block_tokens - 1) / block_tokens,
                   (n + tile_columns - 1) / tile_columns);
-  launch(ctx, "gemm", kernel, grid, dim3(Tile::kThreads), shared_bytes,
-         tensor_map(p.weight.data, p.weight.n, p.weight.k, p.weight.k, tile_columns),
-         tensor_map(p.x, p.max_rows, p.weight.k, p.x_stride, block_tokens), args);
+  return {args, grid, shared_bytes, tile_columns};
+}
+
+// A tile that may compute a product.
+struct TileChoice {
+  double cost;
+  void (*launch)(CudaContext&, const GemmParams&, const ProductEnd&);
+};
+
+// Launches the cheapest of several tiles, the first of equals.
+inline void launch_cheapest(CudaContext& ctx, const GemmParams& p, const ProductEnd& end,
+                            std::initializer_list<TileChoice> choices) {
+  const auto cost = [](const TileChoice& choice) { return choice.cost; };
+  std::ranges::min_element(choices, {}, cost)->launch(ctx, p, end);
+}
+
+template <auto kernel>
+void allow_ring() {
+  static const bool is_allowed = [] {
+    allow_shared_bytes(kernel, kMaxSharedBytes, "gemm");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+}
+
+template <class Out, class Tile>
+void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
+                 const ProductEnd& end = {}) {
+  constexpr auto kernel = &gemm_kernel<Out, Tile>;
+  allow_ring<kernel>();
+  const TileLaunch tile = tile_launch<Out, Tile>(p, ring_bytes, end);
+  launch(ctx, "gemm", kernel, tile.grid, dim3(Tile::kThreads), tile.shared_bytes,
+         tensor_map(p.weight.data, p.weight.n, p.weight.k, p.weight.k, tile.tile_columns),
+         tensor_map(p.x, p.max_rows, p.weight.k, p.x_stride, tile.args.block_tokens), tile.args);
 }
 
 }  // namespace paceline::cuda

@@ -9,26 +9,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include "gemm/gemm_launch.cuh"
 
 namespace paceline::cuda {
 namespace {
-
-template <int32_t groups, int32_t tokens, int32_t steps = 1>
-using WeightRows = Tile<RowsAre::kWeights, groups, tokens, steps>;
-template <int32_t weights>
-using TokenRows = Tile<RowsAre::kTokens, 1, weights>;
-// Fewer weights than a warpgroup multiplies, by 16 tokens.
-template <int32_t weights>
-using ThinRows = Tile<RowsAre::kWeights, 1, 16, 4, 16, weights>;
-
-// The number of tiles that the busiest SM computes.
-template <class Tile>
-int64_t num_waves(const CudaContext& ctx, const GemmParams& p) {
-  return (num_tiles<Tile>(p.weight.n, p.max_rows) + ctx.num_sms - 1) / ctx.num_sms;
-}
 
 // With enough tiles for two or three per SM, each ring takes a part of its shared memory; fewer
 // tiles must keep more bytes in flight each. docs/performance.md has the measurements.
@@ -54,19 +39,9 @@ struct Weights {
   }
 };
 
-// Launches the cheapest of several tiles, the first of equals.
 template <class Cost, class Out, class... Tiles>
-void launch_cheapest(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
-  using Launch = void (*)(CudaContext&, const GemmParams&, const ProductEnd&);
-  Launch best = nullptr;
-  double least = std::numeric_limits<double>::infinity();
-  const auto consider = [&](double cost, Launch launch) {
-    if (cost >= least) return;
-    least = cost;
-    best = launch;
-  };
-  (consider(Cost::template of<Tiles>(ctx, p), &launch_gemm<Out, Tiles>), ...);
-  best(ctx, p, end);
+void launch_cheapest_of(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
+  launch_cheapest(ctx, p, end, {{Cost::template of<Tiles>(ctx, p), &launch_gemm<Out, Tiles>}...});
 }
 
 // Launches the thinnest tile of which each multiprocessor has at most one, so that all of them
@@ -97,12 +72,12 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& en
   if (rows <= 64) {
     using Narrow = WeightRows<1, 64, 2>;
     if (num_waves<Narrow>(ctx, p) == 1) return launch_gemm<Out, Narrow>(ctx, p, end);
-    return launch_cheapest<Weights, Out, TokenRows<96>, TokenRows<128>, TokenRows<224>>(ctx, p,
-                                                                                        end);
+    return launch_cheapest_of<Weights, Out, TokenRows<1, 96>, TokenRows<1, 128>, TokenRows<1, 224>>(
+        ctx, p, end);
   }
-  launch_cheapest<Clocks, Out, WeightRows<1, 96>, WeightRows<2, 160>, WeightRows<3, 192>,
-                  WeightRows<1, 160>, TokenRows<192>, WeightRows<3, 128>, WeightRows<1, 64, 2>,
-                  TokenRows<128>>(ctx, p, end);
+  launch_cheapest_of<Clocks, Out, WeightRows<1, 96>, WeightRows<2, 160>, WeightRows<3, 192>,
+                     WeightRows<1, 160>, TokenRows<1, 192>, WeightRows<3, 128>,
+                     WeightRows<1, 64, 2>, TokenRows<1, 128>>(ctx, p, end);
 }
 
 }  // namespace
@@ -126,8 +101,8 @@ bool takes_activation(const CudaContext& ctx, const GemmParams& p) {
   if (p.max_rows <= 16) return num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
   if (p.max_rows <= 32 || p.max_rows > 64) return false;
   return num_waves<WeightRows<1, 64, 2>>(ctx, p) > 1 &&
-         Weights::of<TokenRows<96>>(ctx, p) <=
-             std::min(Weights::of<TokenRows<128>>(ctx, p), Weights::of<TokenRows<224>>(ctx, p));
+         Weights::of<TokenRows<1, 96>>(ctx, p) <= std::min(Weights::of<TokenRows<1, 128>>(ctx, p),
+                                                           Weights::of<TokenRows<1, 224>>(ctx, p));
 }
 
 }  // namespace paceline::cuda

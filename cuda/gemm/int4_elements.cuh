@@ -37,7 +37,8 @@ __device__ __forceinline__ void convert_int4(uint32_t word, const Int4Multiplier
                                              uint32_t (&a)[4]) {
   const auto value = [&]<bool kIsUpper>(uint32_t codes) {
     constexpr uint32_t kOf128 = 0x43004300u;
-    const uint32_t difference = add_to_pair<kIsUpper>((codes & 0x000f000fu) | kOf128, by.minus);
+    const uint32_t difference =
+        add_to_pair<kIsUpper>(masked_with<0x000f000fu>(codes, kOf128), by.minus);
     if constexpr (!kIsFloat16) return multiply_pair<kIsUpper>(difference, by.scale);
     const uint32_t rest = multiply_pair<kIsUpper>(difference, by.rest);
     return multiply_add_pair<kIsUpper>(difference, by.scale, rest);
@@ -54,7 +55,10 @@ __device__ __forceinline__ void convert_int4(uint32_t word, const Int4Multiplier
 class Int4Groups {
  public:
   __device__ __forceinline__ Int4Groups(const PackedArgs& args, int32_t expert, int32_t row_tile)
-      : reciprocal_(args.int4.reciprocal), last_group_(args.int4.num_groups - 1) {
+      : reciprocal_(args.int4.reciprocal),
+        last_group_(args.int4.num_groups - 1),
+        group_columns_(args.int4.group_columns),
+        is_float16_(args.int4.is_float16) {
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
     is_zero_ = lane % 2;
     half_ = lane / 2 % 2;
@@ -76,6 +80,14 @@ class Int4Groups {
     return ((last_group_ >> is_zero_) + 1) * kPackedScaleBytes;
   }
 
+  // Whether every `columns` columns, counted from the first, have one scale a row.
+  __device__ __forceinline__ bool are_whole(int32_t columns) const {
+    return group_columns_ % columns == 0 || last_group_ == 0;
+  }
+
+  // Whether the scales are float16; else bfloat16.
+  __device__ __forceinline__ bool has_float16_scales() const { return is_float16_; }
+
   // Whether the lane needs a word.
   __device__ __forceinline__ bool reads() const { return is_zero_ == 0 || has_zeros_; }
 
@@ -91,18 +103,16 @@ class Int4Groups {
   template <bool kIsFloat16, bool kHasHalves>
   __device__ __forceinline__ void multipliers(uint32_t word, int32_t tile,
                                               Int4Multipliers (&by)[2]) const {
-    if (has_zeros_) {
-      // The bytes of an even group are the lower two of the word.
-      const uint32_t zeros = __byte_perm(word, 0, group_of(tile) % 2 == 0 ? 0x4140 : 0x4342);
-      word = is_zero_ == 0 ? word : zeros | kMinus128;
-    }
+    // The bytes of an even group are the lower two of the word.
+    const uint32_t zeros = __byte_perm(word, 0, group_of(tile) % 2 == 0 ? 0x4140 : 0x4342);
+    const uint32_t minus = kMinus128 | (has_zeros_ ? zeros : kInt4Zero * 0x00010001u);
+    word = is_zero_ == 0 ? word : minus;
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
 #pragma unroll
     for (int32_t half = 0; half < (kHasHalves ? 2 : 1); ++half) {
       const int32_t first = lane / 4 * 4 + 2 * half;
       const uint32_t scale = __shfl_sync(kAllLanes, word, first);
-      by[half].minus = has_zeros_ ? __shfl_sync(kAllLanes, word, first + 1)
-                                  : kMinus128 | kInt4Zero * 0x00010001u;
+      by[half].minus = __shfl_sync(kAllLanes, word, first + 1);
       if constexpr (kIsFloat16) {
         const float low = half_of<false>(scale);
         const float high = half_of<true>(scale);
@@ -133,6 +143,8 @@ class Int4Groups {
   int32_t is_zero_;
   int32_t half_;
   bool has_zeros_;
+  int32_t group_columns_;
+  bool is_float16_;
   const std::byte* words_;
 };
 

@@ -26,8 +26,9 @@ struct Int4Args {
   int64_t zeros_stride;    // bytes from expert to expert
   const int32_t* order;    // [num_experts, k] the column of x of each column, or null
   int32_t num_groups;      // of columns of a row
-  uint32_t reciprocal;     // of 32 columns in a group, times 2^31, and 1
-  bool is_float16;         // the scales; else bfloat16
+  int32_t group_columns;
+  uint32_t reciprocal;  // of 32 columns in a group, times 2^31, and 1
+  bool is_float16;      // the scales; else bfloat16
 };
 
 // A product of packed weights, of one matrix or by expert, as its kernels get it.

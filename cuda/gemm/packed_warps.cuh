@@ -31,17 +31,6 @@ inline GatedEnd gated_end(const ProductCall& call) {
           .limit = call.activation->limit};
 }
 
-inline Int4Args int4_args(const WeightMatrix& w) {
-  if (w.format != WeightFormat::kInt4) return {};
-  const auto group_blocks = static_cast<uint32_t>(w.scale_cols / kInt4Columns);
-  return {.zeros = reinterpret_cast<const std::byte*>(w.zeros),
-          .zeros_stride = w.zeros_bytes(),
-          .order = w.order,
-          .num_groups = static_cast<int32_t>(w.num_scale_cols()),
-          .reciprocal = (1u << 31) / group_blocks + 1,
-          .is_float16 = w.scale_dtype == DType::kFloat16};
-}
-
 // The arguments of a kernel whose tiles have `weights` by `tokens` outputs.
 inline PackedArgs packed_args(const ExpertGemmParams& p, const ProductCall& call, int32_t weights,
                               int32_t tokens, int32_t num_stages) {

@@ -18,7 +18,6 @@
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "gemm/expert_tiles.cuh"
-#include "gemm/int4_elements.cuh"
 #include "gemm/narrow_kernel.cuh"
 #include "gemm/packed_elements.cuh"
 #include "gemm/packed_weights.h"
@@ -60,12 +59,6 @@ struct SplitShape {
   static constexpr int32_t kArrivals = kConverters + 32;
 };
 
-// The same of int4 weights whose groups of columns are whole tiles.
-template <int32_t row_tiles, int32_t token_tiles, bool is_float16>
-struct SplitInt4Shape : SplitShape<WeightFormat::kInt4, row_tiles, token_tiles> {
-  static constexpr bool kIsFloat16 = is_float16;  // the scales
-};
-
 // The barriers of the slots.
 struct SlotBarriers {
   uint64_t* full;   // a group is complete
@@ -85,28 +78,12 @@ struct SlotWalk {
   }
 };
 
-// Weights are read once, so they pass the first cache by.
-__device__ __forceinline__ uint4 read_weights_16(const void* from, uint64_t policy) {
-  uint4 words;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(from), "l"(policy));
-  return words;
-}
-__device__ __forceinline__ uint32_t read_weights_4(const void* from, uint64_t policy) {
-  uint32_t word;
-  asm volatile("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;"
-               : "=r"(word)
-               : "l"(from), "l"(policy));
-  return word;
-}
-
 // A lane's words of the two tiles of a converter in a group.
 template <class Shape>
 struct ConverterWords {
   static constexpr int32_t kParts = Shape::kTileBytes / 512;  // of 16 bytes
   uint4 words[2][kParts] = {};
-  uint32_t scales[2] = {};  // of kMxfp4; of kInt4 the lane's words (Int4Groups)
+  uint32_t scales[2] = {};  // of kMxfp4
 };
 
 // Reads the weights of a converter, group by group.
@@ -130,8 +107,8 @@ class ConverterReader {
     }
   }
 
-  // Reads the tiles that the next group has. groups: of kInt4.
-  __device__ __forceinline__ void next(const Int4Groups& groups, ConverterWords<Shape>& to) {
+  // Reads the tiles that the next group has.
+  __device__ __forceinline__ void next(ConverterWords<Shape>& to) {
 #pragma unroll
     for (int32_t t = 0; t < 2; ++t) {
       if (t >= left_) break;
@@ -141,9 +118,6 @@ class ConverterReader {
       }
       if constexpr (Shape::kHasScaleBytes) {
         to.scales[t] = read_weights_4(scales_ + t * kPackedScaleBytes, policy_);
-      }
-      if constexpr (Shape::kFormat == WeightFormat::kInt4) {
-        if (groups.reads()) to.scales[t] = read_weights_4(groups.word_of(tile_ + t), policy_);
       }
     }
     left_ -= Shape::kGroupTiles;
@@ -220,19 +194,6 @@ __device__ __forceinline__ void store_operands(const uint4 (&words)[ConverterWor
   }
 }
 
-// The same of kInt4.
-template <class Shape>
-__device__ __forceinline__ void store_codes(const uint4& words, const Int4Multipliers& by,
-                                            uint32_t to) {
-#pragma unroll
-  for (int32_t step = 0; step < 4; ++step) {
-    const uint32_t word = step == 0 ? words.x : step == 1 ? words.y : step == 2 ? words.z : words.w;
-    uint32_t a[4];
-    convert_int4<Shape::kIsFloat16>(word, by, a);
-    store_shared_16(to + static_cast<uint32_t>(step * Shape::kStepBytes), a);
-  }
-}
-
 // Converts the weights of a row tile: of each group the tiles 2 p and 2 p + 1, p being the
 // converter's place among those of the row tile. Called by one warp.
 template <class Shape>
@@ -246,12 +207,10 @@ __device__ __forceinline__ void convert_weights(const PackedArgs& args, int32_t 
   const int32_t part = converter % Shape::kConvertersOfRow;
   const int32_t num_tiles = (args.k + kPackedColumns - 1) / kPackedColumns;
   const int32_t num_groups = (num_tiles + Shape::kGroupTiles - 1) / Shape::kGroupTiles;
-  const Int4Groups groups(args, /*expert=*/0,
-                          min(first_row / kPackedRows + row_tile, (args.n - 1) / kPackedRows));
   ConverterReader<Shape> reader(args, first_row, row_tile, part);
   ConverterWords<Shape> ahead[kAhead];
 #pragma unroll
-  for (int32_t i = 0; i < kAhead; ++i) reader.next(groups, ahead[i]);
+  for (int32_t i = 0; i < kAhead; ++i) reader.next(ahead[i]);
   ConverterScales<Shape> scale_reader(args, first_row, row_tile, part);
   const uint32_t to_first =
       shared + static_cast<uint32_t>(lane * 16 + (row_tile * Shape::kGroupTiles + 2 * part) * 4 *
@@ -263,7 +222,7 @@ __device__ __forceinline__ void convert_weights(const PackedArgs& args, int32_t 
       const int32_t group = first_group + i;
       if (group >= num_groups) break;
       const ConverterWords<Shape> now = ahead[i];
-      reader.next(groups, ahead[i]);
+      reader.next(ahead[i]);
       float scales[2] = {1.0f, 1.0f};
       if constexpr (kIsFp8) scale_reader.next(scales);
       // The first round finds the slots empty.
@@ -274,23 +233,17 @@ __device__ __forceinline__ void convert_weights(const PackedArgs& args, int32_t 
         const int32_t tile = Shape::kGroupTiles * group + 2 * part + t;
         if (tile >= num_tiles) break;
         const uint32_t to_tile = to + static_cast<uint32_t>(4 * t * Shape::kStepBytes);
-        if constexpr (Shape::kFormat == WeightFormat::kInt4) {
-          Int4Multipliers by[2];
-          groups.multipliers<Shape::kIsFloat16, /*kHasHalves=*/false>(now.scales[t], tile, by);
-          store_codes<Shape>(now.words[t][0], by[0], to_tile);
+        using Elements = PackedElements<Shape::kFormat>;
+        bool is_large;
+        if constexpr (kIsFp8) {
+          is_large = fmaxf(fabsf(scales[0]), fabsf(scales[1])) > Elements::kMaxScale;
         } else {
-          using Elements = PackedElements<Shape::kFormat>;
-          bool is_large;
-          if constexpr (kIsFp8) {
-            is_large = fmaxf(fabsf(scales[0]), fabsf(scales[1])) > Elements::kMaxScale;
-          } else {
-            is_large = (now.scales[t] & 0x80808080u) != 0;
-          }
-          if (is_large) {
-            store_operands<Shape, true>(now.words[t], now.scales[t], scales, to_tile);
-          } else {
-            store_operands<Shape, false>(now.words[t], now.scales[t], scales, to_tile);
-          }
+          is_large = (now.scales[t] & 0x80808080u) != 0;
+        }
+        if (is_large) {
+          store_operands<Shape, true>(now.words[t], now.scales[t], scales, to_tile);
+        } else {
+          store_operands<Shape, false>(now.words[t], now.scales[t], scales, to_tile);
         }
       }
       __syncwarp();

@@ -7,6 +7,7 @@
 #include "attention/latent_launch.h"
 #include "attention/prefill_attention.h"
 #include "device/cuda_context.h"
+#include "gemm/converted_gemm.h"
 #include "gemm/expert_launch.h"
 #include "gemm/gemm_planner.h"
 #include "gemm/gemm_tiles.h"
@@ -29,6 +30,11 @@ void launch_tiles(CudaContext&, const GemmParams&, const ProductEnd&) {
 }
 bool takes_residual(const GemmParams&) { return false; }
 bool takes_activation(const CudaContext&, const GemmParams&) { return false; }
+bool takes_converted(const CudaContext&, const GemmParams&) { return false; }
+bool takes_converted_activation(const CudaContext&, const GemmParams&) { return false; }
+void launch_converted(CudaContext&, const GemmParams&, const ProductEnd&) {
+  throw emulator::NotEmulated("converted_gemm_of_sm_90a");
+}
 bool takes_norm(const CudaContext&, const NormedGemmParams&) { return false; }
 void launch_normed_gemm(CudaContext&, const NormedGemmParams&) {
   throw emulator::NotEmulated("normed_gemm_of_sm_90a");

@@ -28,6 +28,11 @@ inline uint64_t row_address(const void* first, int32_t row, int32_t stride) {
 }
 
 // The product of two bfloat16 is exact as a float, but for what a bfloat16 cannot hold either.
+template <uint32_t kMask>
+inline uint32_t masked_with(uint32_t word, uint32_t bits) {
+  return (word & kMask) | bits;
+}
+
 template <bool kIsUpper>
 inline uint32_t multiply_pair(uint32_t pair, uint32_t by) {
   const float factor = __uint_as_float(kIsUpper ? by & 0xffff0000u : by << 16);

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Chooses the tile by which sm_90a computes a product of packed int4 weights. The kernel is in
+// converted_kernel.cuh.
+
+#include "gemm/converted_gemm.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "device/cuda_context.h"
+#include "gemm/converted_kernel.cuh"
+#include "gemm/expert_launch.cuh"
+#include "gemm/gemm_launch.cuh"
+
+namespace paceline::cuda {
+namespace {
+
+// A tile, the warps that convert its weights, the row tiles and units ahead of each, the blocks of
+// a multiprocessor.
+template <class Base, int32_t converters, int32_t ahead, int32_t blocks = 1>
+using Converted = ConvertedTile<Base, converters, 1, ahead, blocks>;
+
+using Thin16 = Converted<ThinRows<16>, 12, 2>;
+using Thin32 = Converted<ThinRows<32>, 16, 2>;
+using Thin48 = Converted<ThinRows<48>, 12, 3>;
+// The narrowest tile of many.
+using Narrow = Converted<WeightRows<1, 16, 2>, 4, 3, 3>;
+
+// What bounds a tile, in clocks for each column of K: its products and shared memory, the
+// conversion of its weights, and the chain of its sums. The first two add up for the tiles of a
+// multiprocessor. Chains of tiles that share it run side by side.
+template <class Tile>
+double cost_of(const CudaContext& ctx, const GemmParams& p) {
+  constexpr double kInstructions = 150.0 / kPackedColumns;  // of a warp, for 16 weights
+  // Per clock: of a warp alone, and of a multiprocessor.
+  constexpr double kRate = std::min(0.35 * Tile::kConverters * Tile::kBlocks, 3.2);
+  constexpr double kConversion = Tile::kWeights / kPackedRows * kInstructions / kRate;
+  constexpr double kBound = std::max(clocks_per_depth<Tile>(), kConversion);
+  constexpr double kChain = (16 + Tile::kColumns / 4) / 16.0;
+  const int64_t waves = num_waves<Tile>(ctx, p);
+  const int64_t rounds = (waves + Tile::kBlocks - 1) / Tile::kBlocks;
+  return std::max(static_cast<double>(waves) * kBound, static_cast<double>(rounds) * kChain);
+}
+
+template <class Tile>
+void launch_converted_tile(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
+  constexpr int32_t kRingBytes = (Tile::kBlocks == 1 ? 200 : Tile::kBlocks == 2 ? 100 : 73) << 10;
+  constexpr auto kernel = &converted_gemm_kernel<Tile>;
+  allow_ring<kernel>();
+  const TileLaunch tile = tile_launch<__nv_bfloat16, Tile>(p, kRingBytes, end);
+  PACELINE_CHECK(tile.args.num_stages >= Tile::kStageStep);
+  const WeightMatrix& w = p.weight;
+  PackedArgs weights = {};
+  weights.scales = scale_args({.first = w, .num_experts = 1});
+  weights.int4 = int4_args(w);
+  weights.data = w.data;
+  weights.n = w.n;
+  weights.k = w.k;
+  // Blocks with other tokens read the weights again.
+  weights.weight_policy = tile.grid.x > 1 ? kEvictNormal : kEvictFirst;
+  launch(ctx, "gemm", kernel, tile.grid, dim3(Tile::kThreads), tile.shared_bytes,
+         tensor_map(p.x, p.max_rows, w.k, p.x_stride, tile.args.block_tokens), weights, tile.args);
+}
+
+template <class... Tiles>
+void launch_cheapest_of(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
+  launch_cheapest(ctx, p, end, {{cost_of<Tiles>(ctx, p), &launch_converted_tile<Tiles>}...});
+}
+
+}  // namespace
+
+bool takes_converted(const CudaContext& ctx, const GemmParams& p) {
+  const WeightMatrix& w = p.weight;
+  return !ctx.is_portable && w.format == WeightFormat::kInt4 && w.is_packed() &&
+         w.dtype == DType::kBFloat16 && p.y_dtype == DType::kBFloat16 && w.order == nullptr &&
+         p.num_groups == 1 && w.k % 8 == 0 && p.x_stride % 8 == 0;
+}
+
+// Tiles of up to 16 tokens add to a residual; wider ones are not among those of so few rows.
+void launch_converted(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
+  if (p.max_rows <= 16) {
+    if (end.activation != nullptr) return launch_converted_tile<Narrow>(ctx, p, end);
+    launch_cheapest_of<Thin16, Thin32, Thin48, Narrow>(ctx, p, end);
+  } else if (p.max_rows <= 64) {
+    launch_cheapest_of<Converted<TokenRows<1, 32, 2>, 12, 3>, Converted<TokenRows<1, 48, 2>, 12, 3>,
+                       Converted<TokenRows<1, 96, 2>, 12, 2>>(ctx, p, end);
+  } else {
+    launch_cheapest_of<Converted<WeightRows<1, 128, 2>, 12, 3>,
+                       Converted<TokenRows<2, 96, 2>, 12, 2>>(ctx, p, end);
+  }
+}
+
+bool takes_converted_activation(const CudaContext& ctx, const GemmParams& p) {
+  return p.max_rows <= 16 && p.weight.n / 2 % kPackedRows == 0 && num_waves<Narrow>(ctx, p) <= 3;
+}
+
+}  // namespace paceline::cuda
