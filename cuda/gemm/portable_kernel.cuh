@@ -4,7 +4,7 @@
 // One tile of y = x W_e^T on every GPU since sm_80, e being the expert of its rows, for weights in
 // bfloat16. One matrix is a mixture of one expert (expert_tiles.cuh).
 //
-// - Weights are the rows of the product. All threads copy both operands into a ring by cp.async.
+// - All threads copy both operands into a ring by cp.async.
 // - Warps multiply by mma.sync. Each output is the sum that gemm_kernel.cuh computes: K in steps of
 //   16, ascending, in one float32 accumulator; so the bits are equal on one device.
 // - The 16 byte pieces of a row of the ring are in an order that depends on the row, so that eight
@@ -46,20 +46,25 @@ struct Args {
 
 inline constexpr int32_t kMaxStages = 8;
 
-// A block has row_warps x column_warps warps, and each of them row_tiles x column_tiles products of
-// 16 weights by 8 tokens. A stage of the ring holds `depth` columns of K. Up to `blocks` blocks
+// The operand that forms the rows of a product, 16 at a time; the other one forms its columns, 8 at
+// a time. With few tokens as rows, a block has twice as many warps for its weights.
+enum class Rows : uint8_t { kWeights, kTokens };
+
+// A block has weight_warps x token_warps warps, and each of them row_tiles x column_tiles products
+// of 16 rows by 8 columns. A stage of the ring holds `depth` columns of K. Up to `blocks` blocks
 // share a multiprocessor.
-template <int32_t row_warps, int32_t column_warps, int32_t row_tiles, int32_t column_tiles,
-          int32_t depth, int32_t blocks>
+template <Rows rows, int32_t weight_warps, int32_t token_warps, int32_t row_tiles,
+          int32_t column_tiles, int32_t depth, int32_t blocks>
 struct TileShape {
-  static constexpr int32_t kColumnWarps = column_warps;
+  static constexpr bool kTokensAreRows = rows == Rows::kTokens;
+  static constexpr int32_t kTokenWarps = token_warps;
   static constexpr int32_t kRowTiles = row_tiles;
   static constexpr int32_t kColumnTiles = column_tiles;
-  static constexpr int32_t kWarpWeights = 16 * row_tiles;
-  static constexpr int32_t kWarpTokens = 8 * column_tiles;
-  static constexpr int32_t kWeights = row_warps * kWarpWeights;
-  static constexpr int32_t kTokens = column_warps * kWarpTokens;
-  static constexpr int32_t kThreads = 32 * row_warps * column_warps;
+  static constexpr int32_t kWarpWeights = kTokensAreRows ? 8 * column_tiles : 16 * row_tiles;
+  static constexpr int32_t kWarpTokens = kTokensAreRows ? 16 * row_tiles : 8 * column_tiles;
+  static constexpr int32_t kWeights = weight_warps * kWarpWeights;
+  static constexpr int32_t kTokens = token_warps * kWarpTokens;
+  static constexpr int32_t kThreads = 32 * weight_warps * token_warps;
   static constexpr int32_t kDepth = depth;
   static constexpr int32_t kRowBytes = 2 * depth;
   static constexpr int32_t kWeightBytes = kWeights * kRowBytes;
@@ -166,12 +171,12 @@ struct Operands {
   static constexpr bool kIsNarrow = Shape::kColumnTiles == 1;
   static constexpr int32_t kSteps = kIsNarrow ? 2 : 1;  // ldmatrix reads four matrices
 
-  uint32_t weights[kSteps][Shape::kRowTiles][4];
-  uint32_t tokens[kIsNarrow ? 1 : Shape::kColumnTiles / 2][4];
+  uint32_t rows[kSteps][Shape::kRowTiles][4];
+  uint32_t columns[kIsNarrow ? 1 : Shape::kColumnTiles / 2][4];
 
-  // Shared addresses: the first row of the warp in a stage. `step`: the number of these operands in
-  // the stage.
-  __device__ __forceinline__ void load(uint32_t of_weights, uint32_t of_tokens, int32_t step) {
+  // Shared addresses of what the warp multiplies in a stage. `step`: the number of these operands
+  // in the stage.
+  __device__ __forceinline__ void load(uint32_t first_row, uint32_t first_column, int32_t step) {
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
     const auto at = [&](int32_t row, int32_t piece) {
       return static_cast<uint32_t>(row * Shape::kRowBytes + (piece ^ (lane % 8)) * 16);
@@ -180,17 +185,17 @@ struct Operands {
     for (int32_t s = 0; s < kSteps; ++s) {
 #pragma unroll
       for (int32_t i = 0; i < Shape::kRowTiles; ++i) {
-        ldmatrix_x4(weights[s][i],
-                    of_weights + at(16 * i + lane % 16, 2 * (step * kSteps + s) + lane / 16));
+        ldmatrix_x4(rows[s][i],
+                    first_row + at(16 * i + lane % 16, 2 * (step * kSteps + s) + lane / 16));
       }
     }
     if constexpr (kIsNarrow) {
-      ldmatrix_x4(tokens[0], of_tokens + at(lane % 8, 4 * step + lane / 8));
+      ldmatrix_x4(columns[0], first_column + at(lane % 8, 4 * step + lane / 8));
     } else {
 #pragma unroll
       for (int32_t j = 0; j < Shape::kColumnTiles / 2; ++j) {
-        ldmatrix_x4(tokens[j],
-                    of_tokens + at(16 * j + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+        ldmatrix_x4(columns[j],
+                    first_column + at(16 * j + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
       }
     }
   }
@@ -204,7 +209,7 @@ struct Operands {
 #pragma unroll
         for (int32_t j = 0; j < Shape::kColumnTiles; ++j) {
           const int32_t first = kIsNarrow ? 2 * s : j % 2 * 2;
-          mma_16x8x16(sums[i][j], weights[s][i], tokens[j / 2][first], tokens[j / 2][first + 1]);
+          mma_16x8x16(sums[i][j], rows[s][i], columns[j / 2][first], columns[j / 2][first + 1]);
         }
       }
     }
@@ -249,21 +254,27 @@ __device__ __forceinline__ void write_outputs(
   const auto bias_of = [&](int32_t column) {
     return bias != nullptr && first_column + column < args.n ? bias[column] : 0.0f;
   };
+  const int32_t first_weight = warp / Shape::kTokenWarps * Shape::kWarpWeights;
+  const int32_t first_token = warp % Shape::kTokenWarps * Shape::kWarpTokens;
 #pragma unroll
   for (int32_t i = 0; i < Shape::kRowTiles; ++i) {
-    const int32_t column = warp / Shape::kColumnWarps * Shape::kWarpWeights + 16 * i + lane / 4;
-    const float low = bias_of(column);
-    const float high = bias_of(column + 8);
 #pragma unroll
     for (int32_t j = 0; j < Shape::kColumnTiles; ++j) {
-      const int32_t token =
-          warp % Shape::kColumnWarps * Shape::kWarpTokens + 8 * j + 2 * (lane % 4);
-      Out* const to = staged.data + token * Staged::kPitch + column;
+      // The first of the lane's sums; the second is one column further, the others eight rows.
+      const int32_t row = 16 * i + lane / 4;
+      const int32_t column = 8 * j + 2 * (lane % 4);
+      const int32_t weight = first_weight + (Shape::kTokensAreRows ? column : row);
+      const int32_t token = first_token + (Shape::kTokensAreRows ? row : column);
+      constexpr int32_t kNextRow = Shape::kTokensAreRows ? 8 * Staged::kPitch : 8;
+      constexpr int32_t kNextColumn = Shape::kTokensAreRows ? 1 : Staged::kPitch;
+      const float low = bias_of(weight);
+      const float high = bias_of(weight + (Shape::kTokensAreRows ? 1 : 8));
+      Out* const to = staged.data + token * Staged::kPitch + weight;
       const float* const s = sums[i][j];
       to[0] = to_out<Out>(s[0] + low);
-      to[Staged::kPitch] = to_out<Out>(s[1] + low);
-      to[8] = to_out<Out>(s[2] + high);
-      to[Staged::kPitch + 8] = to_out<Out>(s[3] + high);
+      to[kNextColumn] = to_out<Out>(s[1] + (Shape::kTokensAreRows ? high : low));
+      to[kNextRow] = to_out<Out>(s[2] + (Shape::kTokensAreRows ? low : high));
+      to[kNextRow + kNextColumn] = to_out<Out>(s[3] + high);
     }
   }
   __syncthreads();
@@ -336,9 +347,9 @@ __global__ void __launch_bounds__(Shape::kThreads) gemm_kernel(const __grid_cons
   }
 
   const auto warp = static_cast<int32_t>(threadIdx.x) / 32;
-  const int32_t first_token = warp % Shape::kColumnWarps * Shape::kWarpTokens;
+  const int32_t first_token = warp % Shape::kTokenWarps * Shape::kWarpTokens;
   const auto of_weights =
-      static_cast<uint32_t>(warp / Shape::kColumnWarps * Shape::kWarpWeights * Shape::kRowBytes);
+      static_cast<uint32_t>(warp / Shape::kTokenWarps * Shape::kWarpWeights * Shape::kRowBytes);
   const auto of_tokens =
       static_cast<uint32_t>(Shape::kWeightBytes + first_token * Shape::kRowBytes);
   const bool has_tokens = first_token < tile.num_rows;
@@ -357,13 +368,13 @@ __global__ void __launch_bounds__(Shape::kThreads) gemm_kernel(const __grid_cons
     cp_async_commit();
     if (has_tokens) {
       constexpr int32_t kLoads = Shape::kDepth / 16 / Operands<Shape>::kSteps;
-      const uint32_t weights = stage_at(stage) + of_weights;
-      const uint32_t tokens = stage_at(stage) + of_tokens;
+      const uint32_t rows = stage_at(stage) + (Shape::kTokensAreRows ? of_tokens : of_weights);
+      const uint32_t columns = stage_at(stage) + (Shape::kTokensAreRows ? of_weights : of_tokens);
       Operands<Shape> operands[2];
-      operands[0].load(weights, tokens, 0);
+      operands[0].load(rows, columns, 0);
 #pragma unroll
       for (int32_t i = 0; i < kLoads; ++i) {
-        if (i + 1 < kLoads) operands[(i + 1) % 2].load(weights, tokens, i + 1);
+        if (i + 1 < kLoads) operands[(i + 1) % 2].load(rows, columns, i + 1);
         operands[i % 2].multiply(sums);
       }
     }
