@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # "mxfp4": the experts of GPT-OSS; the others: the Linears of dense layers and of single experts,
 # with a scale for each 128 x 128 block, for each row, or one.
 METHODS = ("mxfp4", "fp8_block", "fp8_row", "fp8_tensor")
+# Floats of four bits in the Linears that fp8 has, as compressed-tensors stores them.
+FP4_METHODS = ("mxfp4_packed",)
 BLOCK = 128
 MXFP4_COLUMNS = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -46,7 +48,7 @@ def quantize(
 
     Args:
         tensors: Of a checkpoint without scales.
-        method: One of `METHODS` or of `INT4_METHODS`.
+        method: One of `METHODS`, of `FP4_METHODS` or of `INT4_METHODS`.
         exact_scales: Scales of fp8 are powers of two.
 
     Returns:
@@ -62,6 +64,8 @@ def quantize(
             has_bfloat16 = INT4_METHODS[method].layout == "pack-quantized"
             scale_dtype = "bfloat16" if has_bfloat16 else "float16"
             quantized |= to_int4(name.removesuffix(".weight"), tensor, method, scale_dtype)
+        elif method in FP4_METHODS and _LINEAR.fullmatch(name):
+            quantized |= to_fp4(name.removesuffix(".weight"), tensor)
         elif method != "mxfp4" and _LINEAR.fullmatch(name):
             scale_name = "weight_scale_inv" if method == "fp8_block" else "weight_scale"
             weight, scales = to_fp8(tensor, method, exact_scales=exact_scales)
@@ -75,12 +79,14 @@ def quantization_config(method: str, tensors: Iterable[str] = ()) -> dict[str, A
     """The value of "quantization_config", as in published files.
 
     Args:
-        method: One of `METHODS` or of `INT4_METHODS`.
+        method: One of `METHODS`, of `FP4_METHODS` or of `INT4_METHODS`.
         tensors: Names of the tensors of Qwen3.5 or Qwen3-Next, whose files list every module that
             has no scales; those of other families name none.
     """
     if method in INT4_METHODS:
         return int4_config(method)
+    if method in FP4_METHODS:
+        return fp4_config()
     if tensors:
         modules = (name.removesuffix(".weight") for name in tensors)
         plain = [module for module in modules if _PLAIN.fullmatch(module)]
@@ -154,6 +160,50 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (table[codes] * torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(-2)
 
 
+def to_fp4(module: str, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix in a method of `FP4_METHODS`."""
+    blocks, scales = to_mxfp4(matrix)
+    return {f"{module}.weight_packed": blocks.flatten(-2), f"{module}.weight_scale": scales}
+
+
+def from_fp4(stored: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+    """The values of a matrix, float32; each of them is a bfloat16 number."""
+    blocks = stored[f"{module}.weight_packed"].unflatten(1, (-1, MXFP4_COLUMNS // 2))
+    return from_mxfp4(blocks, stored[f"{module}.weight_scale"])
+
+
+def fp4_config() -> dict[str, Any]:
+    """The value of "quantization_config" of `FP4_METHODS`, as in published files."""
+    weights = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": MXFP4_COLUMNS,
+        "num_bits": 4,
+        "observer": "minmax",
+        "scale_dtype": "torch.uint8",
+        "strategy": "group",
+        "symmetric": True,
+        "type": "float",
+    }
+    return {
+        "config_groups": {
+            "group_0": {
+                "format": "mxfp4-pack-quantized",
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": weights,
+            }
+        },
+        "format": "mxfp4-pack-quantized",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
 def to_fp8(
     matrix: torch.Tensor, method: str, *, exact_scales: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,6 +265,10 @@ def dequantize(
 
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        if name.endswith(".weight_packed") and tensor.dtype == torch.uint8:
+            module = name.rpartition(".")[0]
+            plain[f"{module}.weight"] = from_fp4(tensors, module)
+            continue
         if name.endswith(_INT4_CODES) and config is not None:
             module = name.rpartition(".")[0]
             plain[f"{module}.weight"] = from_int4(tensors, module, config)

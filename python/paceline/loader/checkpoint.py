@@ -27,6 +27,7 @@ from .formats import PLAIN_DTYPES
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .messages import model_name, quote, show
+from .quantization import input_notes
 from .section import Section
 from .state_dict import StateDict
 
@@ -144,6 +145,7 @@ def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = F
     family = translate(hf).for_tensors(folder.weights.owners)
     tensors = bind(family, folder.weights, hf.source)
     weight_dtype, notes = _choose_dtype(dtype, tensors)
+    notes += input_notes(hf)
     opened = from_config(
         hf, family, folder.path, weight_dtype, tensors=tensors, is_drafter=is_drafter
     )

@@ -17,6 +17,8 @@ MXFP4_DTYPE: Final = "U8"
 
 FP8_BLOCK: Final = 128
 MXFP4_COLUMNS: Final = 32
+# Columns of e2m1 matrices are a multiple of it.
+FP4_STEP: Final = 32
 
 # A size of a tensor, and the keys of the configuration that it follows from.
 Dim = tuple[int, str]
@@ -31,11 +33,11 @@ class MatrixFormat:
         scales: "fp8" only: what has a scale of its own: "tensor", "row" or "block".
         suffix: "fp8" only: the name of the scales in the checkpoint, beside "weight".
         is_exact: "fp8" only: every scale is a power of two.
-        layout: "int4" only: how checkpoints store it; see `int4.py`.
+        layout: How checkpoints store "int4", see `int4.py`, or "mxfp4" of Linears, see `fp4.py`.
         group: "int4" only: the columns that share a scale; 0: those of a row.
         has_zeros: "int4" only: groups have zero points.
         has_order: "int4" only: the columns of a group are not adjacent inputs.
-        key: "int4" only: the file and the key of the configuration that says so.
+        key: With a layout: the file and the key of the configuration that says so.
     """
 
     name: str
@@ -76,10 +78,14 @@ class MatrixFormat:
         return tuple(_num_blocks(dim) for dim in (rows, columns))
 
 
+def over(dim: Dim, divisor: int) -> str:
+    """A size in terms of keys, divided, for messages."""
+    keys = dim[1]
+    return f"({keys}) / {divisor}" if " " in keys else f"{keys} / {divisor}"
+
+
 def _num_blocks(dim: Dim) -> Dim:
-    size, keys = dim
-    shown = f"({keys})" if " " in keys else keys
-    return -(-size // FP8_BLOCK), f"{shown} / {FP8_BLOCK} rounded up"
+    return -(-dim[0] // FP8_BLOCK), f"{over(dim, FP8_BLOCK)} rounded up"
 
 
 @dataclass(frozen=True)

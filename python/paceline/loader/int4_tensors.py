@@ -9,7 +9,7 @@ from typing import Final
 from paceline._core import ModelFileError
 
 from .family import TensorSpec
-from .formats import Dim, MatrixFormat
+from .formats import Dim, MatrixFormat, over
 from .int4 import (
     AWQ,
     CODES_PER_WORD,
@@ -42,7 +42,7 @@ def int4_specs(
     """
     group = _checked_group(source, rows, columns, format)
     names = NAMES[format.layout]
-    groups = (columns[0] // group, _over(columns, group))
+    groups = (columns[0] // group, over(columns, group))
     is_packed = format.layout == PACKED
     codes = {
         PACKED: (rows, _words(columns)),
@@ -91,7 +91,7 @@ def int4_specs(
             ),
         )
 
-    bytes_of_row = (columns[0] // 2, _over(columns, 2))
+    bytes_of_row = (columns[0] // 2, over(columns, 2))
     ours = (rows, groups)
     specs = [
         spec("codes", "weight", names.codes, (rows, bytes_of_row), codes, _WORDS, siblings),
@@ -152,12 +152,7 @@ def _checked_group(source: str, rows: Dim, columns: Dim, format: MatrixFormat) -
 def _words(dim: Dim) -> Dim:
     size, _ = dim
     rounded = " rounded up" if size % CODES_PER_WORD else ""
-    return -(-size // CODES_PER_WORD), _over(dim, CODES_PER_WORD) + rounded
-
-
-def _over(dim: Dim, divisor: int) -> str:
-    keys = dim[1]
-    return f"({keys}) / {divisor}" if " " in keys else f"{keys} / {divisor}"
+    return -(-size // CODES_PER_WORD), over(dim, CODES_PER_WORD) + rounded
 
 
 def _sibling(

@@ -16,7 +16,8 @@ from paceline._core import ModelFileError
 
 from .decoder import Layer
 from .family import TensorSpec
-from .formats import FP8_BLOCK, FP8_DTYPE, LayerFormats, MatrixFormat
+from .formats import FP8_BLOCK, FP8_DTYPE, MXFP4_COLUMNS, LayerFormats, MatrixFormat
+from .fp4 import MXFP4_PACKED
 from .hf_config import HfConfig
 from .int4 import AWQ, GPTQ, GPTQ_V2, GROUP_STEP, PACKED
 from .messages import quote, show
@@ -24,7 +25,7 @@ from .section import Section
 
 KEY: Final = "quantization_config"
 DENSE_METHODS: Final = ("fp8", "compressed-tensors")
-# With int4, which is that of "compressed-tensors", too.
+# With formats of four bits, which "compressed-tensors" has, too.
 INT4_METHODS: Final = (*DENSE_METHODS, "gptq", "awq")
 
 # Bounds on the time of matching: patterns come with the checkpoint, and matching tries every
@@ -37,6 +38,7 @@ _MAX_CHOICES: Final = 8
 
 # Those of "compressed-tensors".
 _FP8_FORMATS: Final = ("float-quantized", "naive-quantized")
+_FP4_FORMATS: Final = (MXFP4_PACKED,)
 # What stands before a regular expression, by the key that has it.
 _MARKS: Final = {"ignore": "re:", "dynamic": "-:"}
 
@@ -183,10 +185,12 @@ def read_quantization(hf: HfConfig, methods: Sequence[str]) -> Quantization | No
         return _read_gptq(section)
     if method == "awq":
         return _read_awq(section)
-    formats = (*_FP8_FORMATS, *([PACKED] if "gptq" in methods else []))
+    formats = (*_FP8_FORMATS, *([PACKED, *_FP4_FORMATS] if "gptq" in methods else []))
     _check(section, "format", *formats)
     if section.text("format") == PACKED:
         return _read_packed(section)
+    if section.text("format") == MXFP4_PACKED:
+        return _read_mxfp4_packed(section)
     return _read_compressed_tensors(section)
 
 
@@ -235,6 +239,17 @@ def _read_packed(section: Section) -> Quantization:
     )
 
 
+def _read_mxfp4_packed(section: Section) -> Quantization:
+    weights = _weights_of_group(section, (MXFP4_PACKED,))
+    _check(weights, "num_bits", 4)
+    _check(weights, "type", "float")
+    _check(weights, "symmetric", True, default=True)
+    _check(weights, "strategy", "group")
+    _check(weights, "group_size", MXFP4_COLUMNS)
+    format = MatrixFormat("mxfp4", layout=MXFP4_PACKED, key=_place(section, "format"))
+    return _with_ignored(section, format)
+
+
 def _weights_of_group(section: Section, formats: Sequence[str]) -> Section:
     """What "compressed-tensors" says of the weights of its only group of modules."""
     _check(section, "kv_cache_scheme", None)
@@ -242,6 +257,19 @@ def _weights_of_group(section: Section, formats: Sequence[str]) -> Section:
     sparsity = section.section("sparsity_config")
     if sparsity is not None:
         _check(sparsity, "format", "dense", default="dense")
+    group = _group_of(section)
+    _check(group, "targets", ["Linear"])
+    _check(group, "format", *formats, default=formats[0])
+    _check(group, "output_activations", None)
+    weights = group.section("weights")
+    if weights is None:
+        raise group.error("weights", "an object with num_bits, type and strategy")
+    _check(weights, "dynamic", False, default=False)
+    return weights
+
+
+def _group_of(section: Section) -> Section:
+    """The only group of modules of "compressed-tensors"."""
     groups = section.section("config_groups")
     if groups is None or not groups.values:
         raise section.error("config_groups", "an object with one group of modules")
@@ -251,14 +279,7 @@ def _weights_of_group(section: Section, formats: Sequence[str]) -> Section:
     group = groups.section(name)
     if group is None:
         raise groups.error(name, "an object with targets and weights")
-    _check(group, "targets", ["Linear"])
-    _check(group, "format", *formats, default=formats[0])
-    _check(group, "output_activations", None)
-    weights = group.section("weights")
-    if weights is None:
-        raise group.error("weights", "an object with num_bits, type and strategy")
-    _check(weights, "dynamic", False, default=False)
-    return weights
+    return group
 
 
 def _with_ignored(section: Section, format: MatrixFormat) -> Quantization:
@@ -433,6 +454,23 @@ def input_scales(tensors: Sequence[TensorSpec]) -> frozenset[str]:
         for spec in tensors
         if spec.dtypes == (FP8_DTYPE,)
     )
+
+
+def input_notes(hf: HfConfig) -> list[str]:
+    """Says so where files of four bits are made for products with inputs of four bits.
+
+    Args:
+        hf: A configuration that was translated.
+    """
+    section = hf.top.section(KEY) or hf.text.section(KEY)
+    if section is None or section.values.get("format") not in _FP4_FORMATS:
+        return []
+    if _group_of(section).values.get("input_activations") is None:
+        return []
+    return [
+        f"{section.source} is made for inputs of four bits; Paceline reads the weights only, and "
+        "inputs are not quantised"
+    ]
 
 
 def check_plain_lm_head(quantization: Quantization | None, *, ties_lm_head: bool) -> None:
