@@ -248,6 +248,11 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))
         hint = f"; there are {name_some(weights.owners)}; allowed prefixes: {prefixes}"
+    else:
+        module = missing[0].rpartition(".")[0]
+        found = sorted(name for name in weights.owners if name.rpartition(".")[0] == module)
+        seen = f"; there are {name_some(found)}" if found else ""
+        hint = f"{seen}; expected a whole checkpoint, or a configuration that fits its tensors"
     raise ModelFileError(
         f"{weights.where}: {count} missing: {name_some(missing)}, which {family.architecture} "
         f"needs{hint}"
@@ -281,7 +286,8 @@ def _check_unexpected(
     raise ModelFileError(
         f"{weights.where}: {count} not part of {family.architecture} as {config_source} describes "
         "it: "
-        f"{name_some(unexpected)}"
+        f"{name_some(unexpected)}; expected no further tensors, or a configuration that has a use "
+        "for them"
     )
 
 
