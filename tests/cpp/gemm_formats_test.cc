@@ -120,6 +120,38 @@ TEST(Dequantize, EveryMxfp4Value) {
   expect_rows(matrix, want);
 }
 
+// Every element under scales that are rounded up, down and to even, of the whole range.
+TEST(Dequantize, EveryNvfp4Value) {
+  constexpr int32_t kCols = 64;
+  std::vector<uint8_t> data;
+  std::vector<float> scales;
+  std::vector<float> want;
+  for (int row = 0; row <= 250; ++row) {
+    for (int column = 0; column < kCols; column += 2) {
+      if (column % kNvfp4Columns == 0) {
+        const float mantissa =
+            1.0f + 0x1p-23f * static_cast<float>((row * 977 + column) * 6151 % (1 << 23));
+        const float magnitude =
+            std::ldexp(row % 5 == 0 ? 1.0f : mantissa, std::min(row - 125, 124));
+        scales.push_back(row % 3 == 0 ? -magnitude : row % 7 == 0 ? 0.0f : magnitude);
+      }
+      const int low = (column * 7 + row) % 16;
+      const int high = (column * 5 + 3 + row) % 16;
+      data.push_back(static_cast<uint8_t>(low | high << 4));
+      for (const int bits : {low, high}) {
+        want.push_back(bf16_to_float(
+            float_to_bf16(e2m1_to_float(static_cast<uint8_t>(bits)) * scales.back())));
+      }
+    }
+  }
+  WeightMatrix matrix = plain_matrix(data.data(), 251, kCols, DType::kFloat32);
+  matrix.format = WeightFormat::kNvfp4;
+  matrix.scale_rows = 1;
+  matrix.scale_cols = kNvfp4Columns;
+  matrix.scales = reinterpret_cast<const std::byte*>(scales.data());
+  expect_rows(matrix, want);
+}
+
 // Every element under every power of two that gives a bfloat16, normal or not; and without scales.
 // The rows are of odd lengths and not aligned.
 TEST(Dequantize, EveryFp8Value) {
