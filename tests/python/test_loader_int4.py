@@ -62,7 +62,7 @@ def model_values(path: Path, module: str, canonical: str) -> Any:
     import torch
 
     checkpoint = open_checkpoint(path)
-    arrays = {t.spec.name: t.int4_array() for t in checkpoint.tensors if t.spec.int4 is not None}
+    arrays = {t.spec.name: t.converted() for t in checkpoint.tensors if t.spec.conversion}
     dtypes = {t.spec.name: t.dtype for t in checkpoint.tensors}
     packed = np.asarray(arrays[f"{canonical}.weight"])
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1).astype(np.int64)

@@ -280,9 +280,9 @@ def _choose_dtype(dtype: str, tensors: Sequence[BoundTensor]) -> tuple[str, list
     if dtype == "float32" or stored == {"BF16"}:
         return dtype, []
     narrow = next((tensor for tensor in matrices if tensor.dtype == "F16"), None)
-    # The values of int4 are bfloat16 numbers already, whatever the other matrices are.
-    has_int4 = any(tensor.spec.int4 is not None for tensor in tensors)
-    if narrow is not None and not has_int4:
+    # The values of int4 and nvfp4 are bfloat16 numbers already, whatever the other matrices are.
+    has_bfloat16 = any(tensor.spec.conversion is not None for tensor in tensors)
+    if narrow is not None and not has_bfloat16:
         # The library refuses it: rounding one 16-bit format to the other loses bits and saves no
         # memory.
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Final
 
 from paceline._core import ModelFileError
 
+from .conversion import Sibling
 from .family import TensorSpec
 from .formats import Dim, MatrixFormat, over
 from .int4 import (
@@ -19,7 +20,6 @@ from .int4 import (
     SHAPE_NAME,
     WORD_DTYPE,
     Int4Tensor,
-    Sibling,
 )
 
 _WORDS: Final = (WORD_DTYPE,)
@@ -78,7 +78,7 @@ def int4_specs(
             ", ".join(keys for _, keys in theirs),
             dtypes,
             stored_shapes=(tuple(size for size, _ in theirs),),
-            int4=Int4Tensor(
+            conversion=Int4Tensor(
                 part,
                 format.layout,
                 rows[0],
@@ -130,7 +130,7 @@ def order_specs(
         format.key,
     )
     shape, keys = (columns[0],), columns[1]
-    return [TensorSpec(f"{name}.order", first, shape, keys, _WORDS, int4=int4)]
+    return [TensorSpec(f"{name}.order", first, shape, keys, _WORDS, conversion=int4)]
 
 
 def _checked_group(source: str, rows: Dim, columns: Dim, format: MatrixFormat) -> int:
@@ -159,4 +159,4 @@ def _sibling(
     source: str, dims: Sequence[Dim], dtypes: tuple[str, ...], *, is_required: bool = False
 ) -> Sibling:
     shape = tuple(size for size, _ in dims)
-    return Sibling(source, shape, ", ".join(keys for _, keys in dims), dtypes, is_required)
+    return Sibling(source, (shape,), ", ".join(keys for _, keys in dims), dtypes, is_required)
