@@ -83,6 +83,7 @@ def generate(path: Path, draft: Path | None, temperature: float) -> list[list[in
         ("qwen3_moe", "w4a16_asym", "llama", "w4a16"),
         ("qwen3", "gptq", "llama", None),
         ("qwen3_moe", "mxfp4_packed", "llama", "mxfp4_packed"),
+        ("qwen3", "nvfp4_packed", "qwen3", "modelopt"),
     ],
 )
 def test_drafters_change_no_token(

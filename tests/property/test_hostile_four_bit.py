@@ -29,7 +29,7 @@ from int4_models import INT4_METHODS
 from paceline import LLM, loader
 from paceline._core import ModelFileError
 from paceline.loader.convert import convert
-from quantized_models import FP4_METHODS
+from quantized_models import FP4_METHODS, NVFP4_METHODS
 from tiny_models import (
     TinySpec,
     copy_checkpoint,
@@ -72,8 +72,12 @@ class Model:
     modules: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        ends = (".qweight", ".weight_packed")
-        self.modules = [n.rpartition(".")[0] for n in self.tensors if n.endswith(ends)]
+        # Of modelopt the elements are called as plain matrices are.
+        self.modules = [
+            name.rpartition(".")[0]
+            for name, tensor in self.tensors.items()
+            if name.endswith((".qweight", ".weight_packed", ".weight")) and not is_float(tensor)
+        ]
 
     @property
     def is_int4(self) -> bool:
@@ -82,6 +86,10 @@ class Model:
     @property
     def layout(self) -> str:
         return INT4_METHODS[self.method].layout if self.is_int4 else "fp4"
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.method in NVFP4_METHODS
 
     @property
     def has_order(self) -> bool:
@@ -118,6 +126,11 @@ class Model:
         )
 
 
+def is_float(tensor: Any) -> bool:
+    """Whether it is of floats, in a dtype of more than a byte."""
+    return bool(tensor.dtype.is_floating_point) and tensor.dtype.itemsize > 1
+
+
 # A damage returns what the error must name, of which one is enough; or None where the checkpoint
 # has nothing that it could damage.
 Damage = Callable[[Model], "list[str] | None"]
@@ -125,7 +138,8 @@ DAMAGES: dict[str, Damage] = {}
 SCALES = ("scales", "weight_scale")
 ZEROS = ("qzeros", "weight_zero_point")
 ORDERS = ("g_idx", "weight_g_idx")
-CODES = ("qweight", "weight_packed")
+CODES = ("qweight", "weight_packed", "weight")
+FACTORS = ("weight_global_scale", "weight_scale_2")
 
 
 def damage(function: Damage) -> Damage:
@@ -139,7 +153,7 @@ def damage(function: Damage) -> Damage:
 
 @damage
 def a_tensor_is_missing(model: Model) -> list[str] | None:
-    needed = [*CODES, *SCALES]
+    needed = [*CODES, *SCALES, *FACTORS]
     if not model.is_symmetric:
         needed += ZEROS
     if model.has_order:
@@ -161,7 +175,8 @@ def a_module_is_missing(model: Model) -> list[str] | None:
 def a_tensor_too_many(model: Model) -> list[str] | None:
     import torch
 
-    name = f"{model.module()}.{model.random.choice(['weight_scale_2', 'bias', 'perm', 'weight'])}"
+    names = [f"{model.module()}.{end}" for end in ("weight_scale_2", "bias", "perm", "weight")]
+    name = model.random.choice([name for name in names if name not in model.tensors])
     model.tensors[name] = torch.zeros(4)
     return [name]
 
@@ -170,6 +185,8 @@ def a_tensor_too_many(model: Model) -> list[str] | None:
 def a_tensor_is_cut(model: Model) -> list[str] | None:
     name = model.tensor()
     tensor = model.tensors[name]
+    if tensor.ndim == 0:
+        return None
     axis = model.random.randrange(tensor.ndim)
     model.tensors[name] = tensor.narrow(axis, 0, model.random.randrange(tensor.shape[axis]))
     return [name]
@@ -181,9 +198,13 @@ def a_tensor_is_longer(model: Model) -> list[str] | None:
 
     name = model.tensor()
     tensor = model.tensors[name]
+    if tensor.ndim == 0:
+        return None
     axis = model.random.randrange(tensor.ndim)
     more = model.random.choice([1, tensor.shape[axis]])
-    model.tensors[name] = torch.cat([tensor, tensor.narrow(axis, 0, more)], axis)
+    index = torch.tensor([*range(tensor.shape[axis]), *range(more)])
+    bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    model.tensors[name] = bits.index_select(axis, index).view(tensor.dtype)
     return [name]
 
 
@@ -191,7 +212,9 @@ def a_tensor_is_longer(model: Model) -> list[str] | None:
 def a_tensor_has_other_axes(model: Model) -> list[str] | None:
     name = model.tensor()
     tensor = model.tensors[name]
-    changed = [tensor.unsqueeze(0), tensor.unsqueeze(-1)]
+    # One number may have an axis or none.
+    changed = [tensor[None, None], tensor[None, ..., None]] if tensor.numel() == 1 else []
+    changed += [] if changed else [tensor.unsqueeze(0), tensor.unsqueeze(-1)]
     if tensor.ndim == 2:
         changed.append(tensor.flatten())
         if tensor.shape[0] != tensor.shape[1]:
@@ -207,7 +230,7 @@ def a_tensor_has_another_dtype(model: Model) -> list[str] | None:
     name = model.tensor()
     tensor = model.tensors[name]
     others = [torch.int8, torch.int16, torch.float32, torch.float64, torch.bool]
-    model.tensors[name] = tensor.to(model.random.choice(others))
+    model.tensors[name] = tensor.to(model.random.choice([t for t in others if t != tensor.dtype]))
     return [name]
 
 
@@ -248,10 +271,14 @@ def a_matrix_has_another_method(model: Model) -> list[str] | None:
 
 @damage
 def a_scale_is_no_number(model: Model) -> list[str] | None:
+    import torch
+
     name = model.tensor(*SCALES)
     scales = model.tensors[name].contiguous().view(-1)
     index = model.random.randrange(len(scales))
-    if model.is_int4:
+    if model.is_nvfp4:
+        scales.view(torch.uint8)[index] = model.random.choice([0x7F, 0xFF])
+    elif model.is_int4:
         bad = ["nan", "inf", "-inf"] + (["1e-40"] if scales.dtype.itemsize == 2 else [])
         if scales.dtype.is_floating_point and str(scales.dtype) == "torch.float16":
             bad.remove("1e-40")  # zero in float16
@@ -260,6 +287,18 @@ def a_scale_is_no_number(model: Model) -> list[str] | None:
         scales[index] = 255
     model.tensors[name] = scales.view(model.tensors[name].shape)
     return [name]
+
+
+@damage
+def a_factor_is_none(model: Model) -> list[str] | None:
+    """Such as those of experts that no calibration reached, or one under which scales overflow."""
+    if not model.is_nvfp4:
+        return None
+    name = model.tensor(*FACTORS)
+    out_of_range = 1e-38 if name.endswith("weight_global_scale") else 3e38
+    bad = [float("inf"), float("nan"), 0.0, -1.0, out_of_range]
+    model.tensors[name].fill_(model.random.choice(bad))
+    return [name, f"{name.rpartition('.')[0]}.weight_scale"]
 
 
 @damage
@@ -329,9 +368,11 @@ def orders_differ_within_a_matrix(model: Model) -> list[str] | None:
 
 @damage
 def a_group_does_not_fit(model: Model) -> list[str] | None:
-    sizes = [0, -2, 1, 16, 48, 96, 512, 2**31, 2**70, 32.5, "32", [32], True]
+    sizes = [0, -2, 1, 48, 96, 512, 2**31, 2**70, 32.5, "32", [32], True]
+    if not model.is_nvfp4:
+        sizes.append(16)
     model.weights["group_size"] = model.random.choice(sizes)
-    if model.weights is not model.quantization:
+    if "strategy" in model.weights and not model.is_nvfp4:
         model.weights["strategy"] = "group"
     return ["group_size"]
 
@@ -364,6 +405,8 @@ def another_symmetry(model: Model) -> list[str] | None:
         model.quantization["zero_point"] = False
         return ["zero_point"]
     if "config_groups" in model.quantization:
+        if "symmetric" not in model.weights:
+            return None
         model.weights["symmetric"] = not model.weights["symmetric"]
         return ["symmetric", *ZEROS]
     if model.is_symmetric:
@@ -399,11 +442,11 @@ def another_method(model: Model) -> list[str] | None:
 def another_format(model: Model) -> list[str] | None:
     """A known one, whose tensors are others, or one that is not."""
     key = {"gptq": "checkpoint_format", "gptq_v2": "checkpoint_format", "awq": "version"}.get(
-        model.layout, "format"
+        model.layout, "quant_algo" if model.method == "modelopt" else "format"
     )
     seen = model.quantization[key]
     formats = ["gemv", "marlin", "nvfp4", "float-quantized", "pack-quantized", "dense", 1, ["gptq"]]
-    formats.append("mxfp4-pack-quantized")
+    formats += ["mxfp4-pack-quantized", "nvfp4-pack-quantized"]
     model.quantization[key] = model.random.choice([f for f in formats if f != seen])
     return [key, "weights", *CODES]
 
@@ -442,7 +485,9 @@ def a_section_is_none(model: Model) -> list[str] | None:
         group = model.quantization["config_groups"]["group_0"]
         which = model.random.randrange(4)
         if which == 0:
-            model.quantization["config_groups"] = model.random.choice([value, None, {}])
+            # modelopt need not have it.
+            absent = [] if model.method == "modelopt" else [None]
+            model.quantization["config_groups"] = model.random.choice([value, {}, *absent])
         elif which == 1:
             model.quantization["config_groups"]["group_0"] = model.random.choice([value, None])
         elif which == 2:

@@ -133,5 +133,6 @@ def _e4m3_values() -> npt.NDArray[np.float32]:
     magnitude = np.where(
         exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.exp2(exponent - 10.0)
     )
-    magnitude[bits & 127 == 127] = np.nan
-    return np.where(bits < 128, magnitude, -magnitude).astype(np.float32)
+    values = np.where(bits < 128, magnitude, -magnitude).astype(np.float32)
+    values[bits & 127 == 127] = np.nan
+    return values

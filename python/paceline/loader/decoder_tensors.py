@@ -202,7 +202,7 @@ def matrix_specs(
         return [tensor_spec(f"{name}.weight", f"{source}.weight", rows, columns)]
     if format.name == "int4":
         return int4_specs(name, source, rows, columns, format)
-    if format.name == "mxfp4":
+    if format.name in ("mxfp4", "nvfp4"):
         return fp4_specs(name, source, rows, columns, format)
     scales = format.scale_dims(rows, columns)
     return [
