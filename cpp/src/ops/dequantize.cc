@@ -234,12 +234,18 @@ struct Nvfp4Row {
 // Returns false where the code of dequantize_x86.h does not take the row.
 [[nodiscard]] bool dequantize_row_x86(WeightFormat format, const RowArgs& args) {
   const bool is_avx512 = best_isa() == Isa::kAvx512;
-  if (best_isa() == Isa::kBaseline || format == WeightFormat::kNvfp4) return false;
+  if (best_isa() == Isa::kBaseline) return false;
   auto* const to = static_cast<uint16_t*>(args.to);
   if (format == WeightFormat::kMxfp4) {
     const auto* const scales = reinterpret_cast<const uint8_t*>(args.scales);
     const auto run = is_avx512 ? mxfp4_row_avx512 : mxfp4_row_avx2;
     run(args.from, scales, to, args.k / kMxfp4Columns, args.prefetch);
+    return true;
+  }
+  if (format == WeightFormat::kNvfp4) {
+    const auto run = is_avx512 ? nvfp4_row_avx512 : nvfp4_row_avx2;
+    run(args.from, reinterpret_cast<const float*>(args.scales), to, args.k / kNibbleColumns,
+        args.prefetch);
     return true;
   }
   if (format == WeightFormat::kInt4) {
