@@ -40,6 +40,8 @@ from tiny_models import (
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 UP = "model.layers.0.mlp.up_proj"
+# A small matrix, for what goes element by element.
+KEYS = "model.layers.0.self_attn.k_proj"
 ENTRY = {name: {"format": "nvfp4" if name in NVFP4_METHODS else "mxfp4"} for name in FP4_METHODS}
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -98,13 +100,15 @@ def test_values_are_those_of_the_published_rule(copy_of: Callable[..., Path]) ->
     """Of every byte; the tools of the tests follow the rule, too."""
     path = copy_of(spec_of("mxfp4_packed"))
     for part, seed in (("weight_packed", 1), ("weight_scale", 2)):
-        edit_tensors(path, scramble(f"{UP}.{part}", seed))
+        edit_tensors(path, scramble(f"{KEYS}.{part}", seed))
     stored = load_tensors(path)
-    packed, scales = (stored[f"{UP}.{part}"].numpy() for part in ("weight_packed", "weight_scale"))
+    packed, scales = (
+        stored[f"{KEYS}.{part}"].numpy() for part in ("weight_packed", "weight_scale")
+    )
     assert len(np.unique(packed)) == 256
     want = published_mxfp4(packed, scales)
-    np.testing.assert_array_equal(from_fp4(stored, UP).numpy(), want)
-    np.testing.assert_array_equal(memory_values(path, "layers.0.mlp.up"), want)
+    np.testing.assert_array_equal(from_fp4(stored, KEYS).numpy(), want)
+    np.testing.assert_array_equal(memory_values(path, "layers.0.attn.k"), want)
 
 
 @pytest.mark.parametrize("method", FP4_METHODS)
@@ -202,21 +206,21 @@ def test_values_of_nvfp4_are_those_of_the_published_rule(
     import torch
 
     path = copy_of(spec_of(method))
-    name = f"{UP}.{'weight' if method == 'modelopt' else 'weight_packed'}"
+    name = f"{KEYS}.{'weight' if method == 'modelopt' else 'weight_packed'}"
     edit_tensors(path, scramble(name, 1))
 
     def every_scale(tensors: dict[str, Any]) -> None:
-        scales = tensors[f"{UP}.weight_scale"]
+        scales = tensors[f"{KEYS}.weight_scale"]
         bits = (torch.arange(scales.numel()) % 254).to(torch.uint8)
         bits = torch.where(bits < 127, bits, bits + 1)  # without those of NaN
-        tensors[f"{UP}.weight_scale"] = bits.view(torch.float8_e4m3fn).reshape(scales.shape)
+        tensors[f"{KEYS}.weight_scale"] = bits.view(torch.float8_e4m3fn).reshape(scales.shape)
 
     edit_tensors(path, every_scale)
     stored = load_tensors(path)
     assert len(np.unique(stored[name].numpy())) == 256
-    want = published_nvfp4(stored, UP)
-    np.testing.assert_array_equal(from_fp4(stored, UP).numpy(), want)
-    np.testing.assert_array_equal(nvfp4_values(path, "layers.0.mlp.up"), want)
+    want = published_nvfp4(stored, KEYS)
+    np.testing.assert_array_equal(from_fp4(stored, KEYS).numpy(), want)
+    np.testing.assert_array_equal(nvfp4_values(path, "layers.0.attn.k"), want)
     loader.load_checkpoint(path, progress=False)
 
 
