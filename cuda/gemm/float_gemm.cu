@@ -150,7 +150,10 @@ void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const Produc
       return launch_float_format<WeightFormat::kMxfp4>(ctx, p, call);
     case WeightFormat::kInt4:
       return launch_float_format<WeightFormat::kInt4>(ctx, p, call);
+    case WeightFormat::kNvfp4:  // is refused with the description
+      break;
   }
+  PACELINE_CHECK(false, "no kernel multiplies with nvfp4");
 }
 
 }  // namespace paceline::cuda

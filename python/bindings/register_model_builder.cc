@@ -68,7 +68,7 @@ void put_array(PyModelBuilder& self, const std::string& name, const py::array& a
                           py::str(array.dtype()).cast<std::string>() +
                           "; allowed: float32, float16, uint16 for the bits of bfloat16 (token ids "
                           "and orders: int32; "
-                          "mxfp4 and int4: uint8) in native byte order");
+                          "mxfp4, nvfp4 and int4: uint8) in native byte order");
   }
   if ((array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0) {
     throw py::value_error("tensor " + quoted(name) + ": the array is not aligned; copy it first");
@@ -226,7 +226,7 @@ Raises:
 Args:
     name: The canonical name.
     array: float32, float16, or uint16 for the bits of bfloat16, any strides; int32 for token ids
-        and orders of inputs; uint8 for mxfp4 and int4.
+        and orders of inputs; uint8 for mxfp4, nvfp4 and int4.
 
 Raises:
     ValueError: An unknown name, a second put, or a wrong shape or dtype (seen and expected).
@@ -244,8 +244,8 @@ Raises:
           },
           py::arg("seed"), R"doc(Fills every weight that was not put, for benches.
 
-Matrices and embeddings get normal values with standard deviation 0.02, in fp8, mxfp4 and int4
-the elements nearest to such values; norms get their neutral value, biases 0.
+Matrices and embeddings get normal values with standard deviation 0.02, in fp8, mxfp4, nvfp4 and
+int4 the elements nearest to such values; norms get their neutral value, biases 0.
 
 Args:
     seed: Same seed, same weights.

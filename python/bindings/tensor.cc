@@ -249,10 +249,12 @@ NamedTensor PyTensor::named(const std::string& weight) const {
                         .strides = strides_,
                         .data = data_,
                         .device = device_};
+  // U16: the bits of bfloat16, which numpy has no type for.
   static constexpr std::pair<const char*, DType> kDtypes[] = {
-      {"F32", DType::kFloat32}, {"BF16", DType::kBFloat16}, {"F16", DType::kFloat16},
-      {"I32", DType::kInt32},   {"I64", DType::kInt64},     {"U8", DType::kUInt8},
-      {"I8", DType::kUInt8},    {"F8_E8M0", DType::kUInt8}, {"F8_E4M3", DType::kFloat8E4M3}};
+      {"F32", DType::kFloat32},       {"BF16", DType::kBFloat16}, {"U16", DType::kBFloat16},
+      {"F16", DType::kFloat16},       {"I32", DType::kInt32},     {"I64", DType::kInt64},
+      {"U8", DType::kUInt8},          {"I8", DType::kUInt8},      {"F8_E8M0", DType::kUInt8},
+      {"F8_E4M3", DType::kFloat8E4M3}};
   for (const auto& [name, dtype] : kDtypes) {
     if (dtype_ == name) {
       tensor.dtype = dtype;

@@ -219,7 +219,7 @@ def _named_tensors(opened: OpenedModel) -> list[tuple[str, _core.Tensor]]:
 def _narrowed(opened: OpenedModel, tensor: BoundTensor) -> _core.Tensor:
     if opened.is_narrowed(tensor):
         return _core.Tensor(widened(tensor), tensor.source)
-    array = tensor.int4_array()
+    array = tensor.converted()
     if array is not None:
         return _core.Tensor(array, tensor.source)
     assert isinstance(tensor.shard, MemoryTensors)

@@ -85,11 +85,11 @@ void bench_gemm(CpuContext& ctx, const BenchFormat& format, int32_t n, int32_t k
     }
   }
   // Scales of every matrix: 2^-7, as float or as byte.
-  const std::vector<float> float_scales(static_cast<size_t>(n) * (k / 128 + 1), 0x1p-7f);
+  const std::vector<float> float_scales(static_cast<size_t>(n) * (k / kNvfp4Columns + 1), 0x1p-7f);
   const std::vector<uint8_t> byte_scales(static_cast<size_t>(n) * (k / kMxfp4Columns), 120);
-  matrix.scales = format.format == WeightFormat::kFp8
-                      ? reinterpret_cast<const std::byte*>(float_scales.data())
-                      : reinterpret_cast<const std::byte*>(byte_scales.data());
+  matrix.scales = format.format == WeightFormat::kMxfp4
+                      ? reinterpret_cast<const std::byte*>(byte_scales.data())
+                      : reinterpret_cast<const std::byte*>(float_scales.data());
   std::vector<float> x(static_cast<size_t>(kMaxRows) * static_cast<size_t>(k), 0.25f);
   std::vector<float> y(static_cast<size_t>(kMaxRows) * static_cast<size_t>(n));
   std::printf("\ngemm %s N=%d K=%d, %d matrices cold\n", format.name, n, k, num_matrices);
@@ -298,6 +298,7 @@ int main(int argc, char** argv) {
   using paceline::WeightFormat;
   for (const paceline::BenchFormat& format :
        {paceline::BenchFormat{"mxfp4", WeightFormat::kMxfp4},
+        {"nvfp4", WeightFormat::kNvfp4, 1, paceline::kNvfp4Columns},
         {"fp8, 128x128 powers of two", WeightFormat::kFp8, 128, 128, true},
         {"fp8, a scale a row", WeightFormat::kFp8, 1},
         {"fp8, 128x128", WeightFormat::kFp8, 128, 128},

@@ -299,7 +299,7 @@ TEST(DecoderConfig, ReadsADenseMlpBesideAMixture) {
       {{"\"has_expert_scales\"", "\"shared\": {}, \"has_expert_scales\""},
        "layers[0].mlp.mixture.shared is an object of 0 keys; allowed: no such key beside"},
       {{"\"per_expert\": true,", ""},
-       "layers[0].mlp.mixture.gate_up.format is 'fp8'; allowed: 'mxfp4', 'int4'"},
+       "layers[0].mlp.mixture.gate_up.format is 'fp8'; allowed: 'mxfp4', 'nvfp4', 'int4'"},
   };
   for (const auto& [edit, expected] : table) {
     EXPECT_THAT(message_of<InvalidArgument>(
@@ -383,9 +383,9 @@ TEST(DecoderConfig, RefusesMixturesAndFormatsThatCannotBe) {
       {{"\"interleaved\": true", "\"transposed\": true"},
        "layers[0].mlp.gate_up is an object of 1 keys; allowed: no such key with transposed"},
       {{"\"gate_up\": {\"format\": \"mxfp4\"}", "\"gate_up\": {\"format\": \"fp8\"}"},
-       "layers[0].mlp.gate_up.format is 'fp8'; allowed: 'mxfp4', 'int4'"},
+       "layers[0].mlp.gate_up.format is 'fp8'; allowed: 'mxfp4', 'nvfp4', 'int4'"},
       {{"\"format\": \"fp8\", \"scales\": \"row\"", "\"format\": \"nf4\""},
-       "layers[0].attention.o.format is 'nf4'; allowed: 'mxfp4', 'fp8', 'int4'"},
+       "layers[0].attention.o.format is 'nf4'; allowed: 'mxfp4', 'nvfp4', 'fp8', 'int4'"},
       {{", \"scales\": \"row\"", ""}, "layers[0].attention.o.scales is missing"},
       {{"\"row\"", "\"column\""},
        "layers[0].attention.o.scales is 'column'; allowed: 'tensor', 'row', [128, 128]"},
@@ -393,6 +393,8 @@ TEST(DecoderConfig, RefusesMixturesAndFormatsThatCannotBe) {
       {{"[128, 128]", "[128]"}, "layers[0].attention.qkv.scales is a list of 1; allowed: 'tensor'"},
       {{"{\"format\": \"mxfp4\"}", "{\"format\": \"mxfp4\", \"scales\": \"row\"}"},
        "layers[0].mlp.gate_up.scales is an unknown key; allowed: format"},
+      {{"{\"format\": \"mxfp4\"}", "{\"format\": \"nvfp4\", \"group\": 16}"},
+       "layers[0].mlp.gate_up.group is an unknown key; allowed: format"},
       {{"\"has_bias\": false, \"gate_up\"",
         "\"has_bias\": false, \"interleaved\": true, \"gate_up\""},
        "layers[1].mlp.interleaved is an unknown key"},

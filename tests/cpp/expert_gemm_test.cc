@@ -27,7 +27,7 @@ struct Format {
   const char* name;
   DType dtype;
   WeightFormat format = WeightFormat::kPlain;
-  int32_t scale_rows = 0;  // of kFp8
+  int32_t scale_rows = 0;
   int32_t scale_cols = 0;  // 0: k
   bool has_exact_scales = false;
   bool has_order = false;  // of kInt4
@@ -38,6 +38,8 @@ constexpr Format kFormats[] = {{"float32", kF},
                                {"bfloat16", kB},
                                {"mxfp4", kB, WeightFormat::kMxfp4},
                                {"mxfp4 in float32", kF, WeightFormat::kMxfp4},
+                               {"nvfp4", kB, WeightFormat::kNvfp4, 1, kNvfp4Columns},
+                               {"nvfp4 in float32", kF, WeightFormat::kNvfp4, 1, kNvfp4Columns},
                                {"fp8, scale a row", kB, WeightFormat::kFp8, 1},
                                {"fp8, exact tiles", kB, WeightFormat::kFp8, 16, 32, true},
                                {"fp8, tiles", kB, WeightFormat::kFp8, 8, 64},
@@ -82,7 +84,7 @@ Matrices random_matrices(Random& random, const Format& f, int32_t num_experts, i
   Matrices m;
   WeightMatrix& first = m.experts.first;
   first = {.n = n, .k = k, .dtype = f.dtype, .format = f.format, .scale_rows = f.scale_rows};
-  const bool has_tiles = f.format == WeightFormat::kFp8 || f.format == WeightFormat::kInt4;
+  const bool has_tiles = f.scale_rows > 0;
   first.scale_cols = !has_tiles ? 0 : f.scale_cols > 0 ? std::min(f.scale_cols, k) : k;
   first.has_exact_scales = f.has_exact_scales;
   m.experts.num_experts = num_experts;
@@ -104,6 +106,10 @@ Matrices random_matrices(Random& random, const Format& f, int32_t num_experts, i
     for (int64_t i = 0; i < num_experts * m.experts.scales_stride; ++i) {
       m.scales.push_back(static_cast<std::byte>(120 + random.below(8)));
     }
+  } else if (f.format == WeightFormat::kNvfp4) {
+    const int64_t num_scales = first.num_scale_rows() * first.num_scale_cols();
+    m.experts.scales_stride = (num_scales + 3) * 4;
+    m.scales = typed_array(kF, random.normals(num_experts * (num_scales + 3), 0.02f)).bytes;
   } else if (f.format == WeightFormat::kInt4) {
     const int64_t num_scales = first.num_scale_rows() * first.num_scale_cols();
     m.experts.scales_stride = (num_scales + 3) * 2;

@@ -14,8 +14,10 @@
 #include <gtest/gtest.h>
 
 #include "base/float_types.h"
+#include "base/vector_math.h"
 #include "device/cpu_context.h"
 #include "ops/dequantize.h"
+#include "ops/dequantize_x86.h"
 #include "ops/gemm_columns.h"
 #include "ops/ops.h"
 #include "support/op_checks.h"
@@ -120,6 +122,38 @@ TEST(Dequantize, EveryMxfp4Value) {
   expect_rows(matrix, want);
 }
 
+// Every element under scales that are rounded up, down and to even, of the whole range.
+TEST(Dequantize, EveryNvfp4Value) {
+  constexpr int32_t kCols = 64;
+  std::vector<uint8_t> data;
+  std::vector<float> scales;
+  std::vector<float> want;
+  for (int row = 0; row <= 250; ++row) {
+    for (int column = 0; column < kCols; column += 2) {
+      if (column % kNvfp4Columns == 0) {
+        const float mantissa =
+            1.0f + 0x1p-23f * static_cast<float>((row * 977 + column) * 6151 % (1 << 23));
+        const float magnitude =
+            std::ldexp(row % 5 == 0 ? 1.0f : mantissa, std::min(row - 125, 124));
+        scales.push_back(row % 3 == 0 ? -magnitude : row % 7 == 0 ? 0.0f : magnitude);
+      }
+      const int low = (column * 7 + row) % 16;
+      const int high = (column * 5 + 3 + row) % 16;
+      data.push_back(static_cast<uint8_t>(low | high << 4));
+      for (const int bits : {low, high}) {
+        want.push_back(bf16_to_float(
+            float_to_bf16(e2m1_to_float(static_cast<uint8_t>(bits)) * scales.back())));
+      }
+    }
+  }
+  WeightMatrix matrix = plain_matrix(data.data(), 251, kCols, DType::kFloat32);
+  matrix.format = WeightFormat::kNvfp4;
+  matrix.scale_rows = 1;
+  matrix.scale_cols = kNvfp4Columns;
+  matrix.scales = reinterpret_cast<const std::byte*>(scales.data());
+  expect_rows(matrix, want);
+}
+
 // Every element under every power of two that gives a bfloat16, normal or not; and without scales.
 // The rows are of odd lengths and not aligned.
 TEST(Dequantize, EveryFp8Value) {
@@ -193,6 +227,42 @@ TEST(Dequantize, EveryInt4Value) {
     }
   }
 }
+
+#if defined(__x86_64__)
+// Processors with AVX-512 do not run the code for AVX2 otherwise.
+TEST(Dequantize, Avx2HasTheSameBits) {
+  if (best_isa() == Isa::kBaseline) return;
+  TRACE_SEED();
+  Random random(11);
+  constexpr int32_t kCols = 320;
+  for (const ScaledFormat& format : exact_formats()) {
+    if (format.format == WeightFormat::kFp8) continue;
+    const ScaledArray array = scaled_array(random, format, 40, kCols, DType::kBFloat16);
+    const WeightMatrix& m = array.matrix;
+    std::vector<uint16_t> want(40 * kCols);
+    dequantize_rows(m, 0, m.n, want.data(), nullptr);
+    std::vector<uint16_t> got(want.size());
+    for (int64_t row = 0; row < m.n; ++row) {
+      const uint8_t* const data = array.data.data() + row * m.row_bytes();
+      const int64_t first = row * m.num_scale_cols();
+      uint16_t* const to = got.data() + row * kCols;
+      if (m.format == WeightFormat::kMxfp4) {
+        mxfp4_row_avx2(data, reinterpret_cast<const uint8_t*>(m.scales) + first, to, kCols / 32,
+                       nullptr);
+      } else if (m.format == WeightFormat::kNvfp4) {
+        nvfp4_row_avx2(data, reinterpret_cast<const float*>(m.scales) + first, to, kCols / 32,
+                       nullptr);
+      } else {
+        std::vector<float> scales(static_cast<size_t>(m.num_scale_cols()));
+        int4_scales(m, first, static_cast<int32_t>(scales.size()), scales.data());
+        int4_row_avx2(data, scales.data(), m.has_zeros ? m.zeros + first : nullptr, to,
+                      static_cast<int32_t>(scales.size()), m.scale_cols / 32, nullptr);
+      }
+    }
+    EXPECT_EQ(got, want) << name_of(format);
+  }
+}
+#endif
 
 // --- Products -----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/overloaded.h"
+#include "model/weights/linear_costs.h"
 #include "model/weights/visit_weights.h"
 #include "support/described_model.h"
 #include "support/errors.h"
@@ -35,6 +36,7 @@ using testing::FormatTensors;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::mixture_config;
+using testing::nvfp4_config;
 using testing::put_all;
 using testing::value_in_memory;
 
@@ -91,11 +93,14 @@ TEST(ModelFormats, MemoryHoldsWhatTheTensorsSay) {
     if (stored == DType::kFloat16) continue;
     expect_values(*build(transposed_config(), tensors, DType::kBFloat16), tensors);
   }
+  const FormatTensors tensors = format_tensors(nvfp4_config(), 3);
+  expect_values(*build(nvfp4_config(), tensors, DType::kFloat32), tensors);
+  expect_values(*build(nvfp4_config(), tensors, DType::kBFloat16), tensors);
 }
 
 // Tensors that are read in pieces, and tensors whose rows lie apart, give the same bytes.
 TEST(ModelFormats, EveryWayOfPuttingGivesTheSameBytes) {
-  for (const std::string& json : {mixture_config(), transposed_config()}) {
+  for (const std::string& json : {mixture_config(), transposed_config(), nvfp4_config()}) {
     const FormatTensors tensors = format_tensors(json, 3);
     const std::vector<std::byte> want = model_weight_arena(*build(json, tensors));
     ModelBuilder read(json, DType::kBFloat16);
@@ -136,7 +141,8 @@ TEST(ModelFormats, EveryWayOfPuttingGivesTheSameBytes) {
       sliced.put(name, t.dtype, t.shape, sliced_strides, slices.data());
       // fp8 matrices and their scales in two groups of rows, which lie apart.
       const bool is_fp8 =
-          t.dtype == DType::kFloat8E4M3 || (name.ends_with(".scales") && t.dtype != DType::kUInt8);
+          json != nvfp4_config() && (t.dtype == DType::kFloat8E4M3 ||
+                                     (name.ends_with(".scales") && t.dtype != DType::kUInt8));
       if (!is_fp8 || t.shape.size() != 2 || t.shape[0] % 2 != 0) {
         grouped.put(name, t.dtype, t.shape, {}, t.bytes.data());
         continue;
@@ -157,7 +163,7 @@ TEST(ModelFormats, EveryWayOfPuttingGivesTheSameBytes) {
 
 // Tensors of several pieces, which several threads read.
 TEST(ModelFormats, LargeTensorsAreReadInPieces) {
-  for (std::string json : {mixture_config(), transposed_config()}) {
+  for (std::string json : {mixture_config(), transposed_config(), nvfp4_config()}) {
     apply_edit(json, {R"("intermediate": 96)", R"("intermediate": 1600)"});
     const FormatTensors tensors = format_tensors(json, 4);
     ModelBuilder read(json, DType::kFloat32);
@@ -302,8 +308,59 @@ TEST(ModelFormats, RefusesMistakes) {
                 "[1, 6, 1152, 5760], which"));
 }
 
+TEST(ModelFormats, RefusesScalesOfNvfp4ThatNoValueHolds) {
+  const FormatTensors tensors = format_tensors(nvfp4_config(), 6);
+  const std::string name = "layers.0.attn.q.scales";  // [160, 10]
+  const auto put = [&](float scale) {
+    FormatTensor tensor = tensors.at(name);
+    set_element(tensor, 17, scale);
+    ModelBuilder builder(nvfp4_config(), DType::kBFloat16);
+    const std::string message = message_of<InvalidArgument>(
+        [&] { builder.put(name, tensor.dtype, tensor.shape, {}, tensor.bytes.data()); });
+    ModelBuilder reader(nvfp4_config(), DType::kBFloat16);
+    EXPECT_EQ(message_of<InvalidArgument>([&] {
+                reader.put(name, tensor.dtype, tensor.shape,
+                           [&](int64_t first, std::span<std::byte> to) {
+                             std::memcpy(to.data(), tensor.bytes.data() + first, to.size());
+                           });
+              }),
+              message);
+    return message;
+  };
+  for (const float good : {0.0f, -0.0f, 0x1p-125f, -0x1p125f}) EXPECT_EQ(put(good), "");
+  const std::string allowed = "; allowed: 0, and magnitudes from 2^-125 to 2^125. The tensor";
+  EXPECT_THAT(put(0x1.8p-126f),
+              HasSubstr("'layers.0.attn.q.scales'[1, 7] is 1.76324e-38" + allowed));
+  EXPECT_THAT(put(-0x1.8p125f), HasSubstr(allowed));
+  EXPECT_THAT(put(std::numeric_limits<float>::infinity()), HasSubstr("[1, 7] is inf" + allowed));
+  EXPECT_THAT(put(std::numeric_limits<float>::quiet_NaN()), HasSubstr("[1, 7] is nan" + allowed));
+}
+
+TEST(ModelFormats, NoGpuHasNvfp4) {
+  EXPECT_THAT(message_of<Unsupported>([&] {
+                static_cast<void>(ModelBuilder(nvfp4_config(), DType::kBFloat16, Device::kCuda));
+              }),
+              HasSubstr("of mixture is stored in nvfp4, which a GPU cannot multiply with yet; use "
+                        "the device \"cpu\", or a checkpoint in mxfp4, int4, fp8 or bfloat16"));
+}
+
+// Half a byte for an element, and four bytes of scales for sixteen.
+TEST(ModelFormats, CostsOfNvfp4CountEveryByte) {
+  int32_t num_seen = 0;
+  for (const LinearCost& cost :
+       linear_costs(parse_decoder_config(nvfp4_config()), DType::kBFloat16, Device::kCpu)) {
+    const bool is_plain = cost.name == "lm_head" || cost.name.ends_with("router") ||
+                          cost.name.starts_with("layers.1.attn");
+    if (is_plain) continue;
+    const int64_t elements = int64_t{cost.rows} * cost.cols;
+    EXPECT_EQ(cost.bytes, elements / 2 + elements / 16 * 4) << cost.name;
+    ++num_seen;
+  }
+  EXPECT_EQ(num_seen, 6);
+}
+
 TEST(ModelFormats, UpdatesEqualANewModel) {
-  for (const std::string& json : {mixture_config(), transposed_config()}) {
+  for (const std::string& json : {mixture_config(), transposed_config(), nvfp4_config()}) {
     const auto model = build(json, format_tensors(json, 7));
     const FormatTensors tensors = format_tensors(json, 8);
     update_models(std::vector<ModelUpdate>{{.model = model, .tensors = named_tensors(tensors)}});
@@ -349,8 +406,8 @@ TEST(ModelFormats, UpdatesAreRefusedBeforeTheyWrite) {
 }
 
 TEST(ModelFormats, DummyWeightsAreAboutNormal) {
-  const std::string json = mixture_config({{R"("intermediate": 96)", R"("intermediate": 480)"}});
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+  const auto expect_dummy = [](std::string json, DType dtype) {
+    apply_edit(json, {R"("intermediate": 96)", R"("intermediate": 480)"});
     const auto dummy = [&](uint64_t seed) {
       ModelBuilder builder(json, dtype);
       builder.fill_dummy(seed);
@@ -370,6 +427,10 @@ TEST(ModelFormats, DummyWeightsAreAboutNormal) {
                                [&](const ExpertLinears& experts, const LinearShape& shape) {
                                  expect_normal(expert_matrix(experts.weight, 5), shape.name);
                                }});
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    expect_dummy(mixture_config(), dtype);
+    expect_dummy(nvfp4_config(), dtype);
   }
 }
 

@@ -33,6 +33,7 @@ using ::testing::ElementsAre;
 using testing::latent_config;
 using testing::lay_out_on_gpu;
 using testing::mixture_config;
+using testing::nvfp4_config;
 
 // Name, shape and place of every tensor of a mixture and of scaled formats, written out by hand.
 TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
@@ -120,6 +121,35 @@ TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
                           "layers.0.mlp.router 0", "layers.0.mlp.experts.gate_up 6",
                           "layers.0.mlp.experts.down 6", "layers.1.attn.qkv 0", "layers.1.attn.o 0",
                           "layers.1.mlp.gate_up 0", "layers.1.mlp.down 0"));
+}
+
+// nvfp4 is row-major everywhere.
+TEST(WeightLayout, KeepsNvfp4InRows) {
+  const DecoderConfig config = parse_decoder_config(nvfp4_config());
+  DecoderWeights weights;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const std::map<std::string, NamedWeight> named = lay_out_on_gpu(config, dtype, weights);
+    for (const auto& [name, weight] : named) EXPECT_FALSE(weight.packed) << name;
+    const NamedWeight& elements = named.at("layers.0.attn.k.weight");
+    const NamedWeight& scales = named.at("layers.0.attn.k.scales");
+    EXPECT_THAT(elements.dims(), ElementsAre(32, 10, 8));
+    EXPECT_THAT(scales.dims(), ElementsAre(32, 10));
+    EXPECT_EQ(std::tuple(elements.dtype, elements.kind),
+              std::tuple(DType::kUInt8, WeightKind::kCodes));
+    EXPECT_EQ(std::tuple(scales.dtype, scales.kind),
+              std::tuple(DType::kFloat32, WeightKind::kNvfp4Scales));
+    // The rows of k follow those of q.
+    EXPECT_EQ(elements.offset, named.at("layers.0.attn.q.weight").offset + 160 * 80);
+    EXPECT_EQ(scales.offset, named.at("layers.0.attn.q.scales").offset + 160 * 10 * 4);
+    const WeightMatrix& qkv =
+        std::get<MultiHeadAttentionWeights>(weights.layers[0].attention).qkv.weight;
+    EXPECT_EQ(std::tuple(qkv.format, qkv.scale_rows, qkv.scale_cols),
+              std::tuple(WeightFormat::kNvfp4, 1, 16));
+    EXPECT_FALSE(qkv.is_packed());
+    const ExpertMatrices& gate_up = std::get<MoeMlpWeights>(weights.layers[0].mlp).gate_up.weight;
+    EXPECT_EQ(gate_up.data_stride, 192 * 80);
+    EXPECT_EQ(gate_up.scales_stride, 192 * 10 * 4);
+  }
 }
 
 TEST(LinearCosts, AreThoseOfTheFormats) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int4 checkpoints on a GPU: GPTQ, AWQ and W4A16, dense and mixtures, as targets and as drafters.
+"""Checkpoints of four bits on a GPU: GPTQ, AWQ, W4A16 and mxfp4, dense and mixtures, and drafters.
 
 Skipped where there is no usable GPU; failed there when PACELINE_REQUIRE_GPU=1.
 """
@@ -46,7 +46,7 @@ def int4(method: str, family: str = "qwen3", **changes: Any) -> Path:
 # ---- logits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", IN_ORDER)
+@pytest.mark.parametrize("method", [*IN_ORDER, "mxfp4_packed"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
 def test_bits_are_those_of_the_dequantised_weights(family: str, method: str) -> None:
     """In one row and in many, whose products are those of different kernels."""
@@ -57,7 +57,7 @@ def test_bits_are_those_of_the_dequantised_weights(family: str, method: str) -> 
         np.testing.assert_array_equal(logits_of(path, prompt), logits_of(plain, prompt))
 
 
-@pytest.mark.parametrize("method", INT4_METHODS)
+@pytest.mark.parametrize("method", [*INT4_METHODS, "mxfp4_packed"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_float32_logits_are_those_of_the_cpu(family: str, method: str) -> None:
     path = int4(method, family, dtype="float32")
@@ -94,6 +94,7 @@ def test_logits_do_not_depend_on_chunks(family: str, method: str) -> None:
         ("qwen3_moe", "w4a16_asym", "llama", "w4a16"),
         ("qwen3", "gptq", "llama", None),
         ("llama", "awq_row", "qwen3_moe", "gptq_order"),
+        ("qwen3_moe", "mxfp4_packed", "llama", "mxfp4_packed"),
     ],
 )
 def test_drafters_change_no_token(

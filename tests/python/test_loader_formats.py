@@ -309,7 +309,7 @@ def test_refused_settings(value: dict[str, Any], parts: Any) -> None:
             compressed(config_groups={"a": None}),
             ('config_groups.a" is null', "targets and weights"),
         ),
-        (compressed(group__weights=None), ('weights" is null', "num_bits, type and strategy")),
+        (compressed(group__weights=None), ('weights" is null', "num_bits and type")),
         (compressed(ignore=["re:a["]), ("ignore", "'a['", "expected a regular expression")),
     ],
 )

@@ -62,7 +62,7 @@ def model_values(path: Path, module: str, canonical: str) -> Any:
     import torch
 
     checkpoint = open_checkpoint(path)
-    arrays = {t.spec.name: t.int4_array() for t in checkpoint.tensors if t.spec.int4 is not None}
+    arrays = {t.spec.name: t.converted() for t in checkpoint.tensors if t.spec.conversion}
     dtypes = {t.spec.name: t.dtype for t in checkpoint.tensors}
     packed = np.asarray(arrays[f"{canonical}.weight"])
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1).astype(np.int64)
@@ -203,9 +203,11 @@ def test_symmetric_gptq_files_may_store_8(copy_of: Callable[..., Path]) -> None:
     assert loader.load_checkpoint(path, progress=False).model.arena() == want
 
 
-def test_updates(copy_of: Callable[..., Path]) -> None:
-    path = make(spec_of("gptq_order"))
-    other = make(spec_of("gptq_order", seed=9))
+@pytest.mark.parametrize("method", ["gptq_order", "awq", "w4a16_asym"])
+def test_updates(method: str) -> None:
+    """With scales in float16 and in bfloat16."""
+    path = make(spec_of(method))
+    other = make(spec_of(method, seed=9))
     want = loader.load_checkpoint(other, progress=False).model.arena()
     with LLM(
         path, device="cpu", max_num_seqs=2, kv_cache_bytes=8 << 20, show_progress=False

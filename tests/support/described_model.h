@@ -119,6 +119,18 @@ inline std::string int4_config(const std::vector<Edit>& edits = {}) {
   return mixture_config(all);
 }
 
+// mixture_config with nvfp4 in place of all formats.
+inline std::string nvfp4_config() {
+  constexpr const char* kNvfp4 = R"({"format": "nvfp4"})";
+  return mixture_config(
+      {{R"({"format": "fp8", "scales": [128, 128]})", kNvfp4},
+       {R"({"format": "fp8", "scales": "row"})", kNvfp4},
+       {R"("gate_up": {"format": "mxfp4"}, "down": {"format": "mxfp4"})",
+        R"("gate_up": {"format": "nvfp4"}, "down": {"format": "nvfp4"})"},
+       {R"({"format": "fp8", "scales": "tensor"})", kNvfp4},
+       {R"("down": {"format": "mxfp4"}}}]})", R"("down": {"format": "nvfp4"}}}]})"}});
+}
+
 // Latent attention with a q_lora_rank and formats in layer 0, and without them in layer 1.
 inline std::string latent_config(const std::vector<Edit>& edits = {}) {
   std::string json = R"({

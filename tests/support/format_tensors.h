@@ -68,6 +68,11 @@ inline FormatTensors format_tensors(const std::string& json, uint64_t seed,
         tensor.dtype = named.dtype;
         for (char& byte : tensor.bytes) byte = static_cast<char>(118 + below(5));
         break;
+      case WeightKind::kNvfp4Scales:
+        tensor.dtype = named.dtype;
+        for (float& value : values) value = 0.003f * static_cast<float>(1 + below(7));
+        tensor.bytes = encode(values, tensor.dtype);
+        break;
       case WeightKind::kFp8Scales:
         tensor.dtype = scale_dtype;
         for (float& value : values) {
@@ -142,15 +147,21 @@ inline double described_value(const FormatTensors& tensors, const std::string& n
                               int64_t row, int64_t col) {
   const FormatTensor& weight = tensors.at(name + ".weight");
   std::vector<int64_t> shape = weight.shape;
-  if (format.format == WeightFormat::kMxfp4) {
+  if (format.format == WeightFormat::kMxfp4 || format.format == WeightFormat::kNvfp4) {
     const int64_t rows = shape[shape.size() - 3];
     const int64_t blocks = shape[shape.size() - 2];
-    const int64_t block = (expert * rows + row) * blocks + col / 32;
-    const auto byte =
-        static_cast<uint8_t>(weight.bytes[static_cast<size_t>(block * 16 + col % 32 / 2)]);
-    const auto scale =
-        static_cast<uint8_t>(tensors.at(name + ".scales").bytes[static_cast<size_t>(block)]);
-    return double{e2m1_to_float(col % 2 == 0 ? byte & 15 : byte >> 4)} * e8m0_to_float(scale);
+    const int64_t columns = 2 * shape.back();  // of a block
+    const int64_t block = (expert * rows + row) * blocks + col / columns;
+    const auto byte = static_cast<uint8_t>(
+        weight.bytes[static_cast<size_t>(block * columns / 2 + col % columns / 2)]);
+    const float element = e2m1_to_float(col % 2 == 0 ? byte & 15 : byte >> 4);
+    const FormatTensor& scales = tensors.at(name + ".scales");
+    if (format.format == WeightFormat::kNvfp4) {
+      const auto scale = static_cast<float>(number_at(scales, block));
+      return bf16_to_float(float_to_bf16(element * scale));
+    }
+    return double{element} *
+           e8m0_to_float(static_cast<uint8_t>(scales.bytes[static_cast<size_t>(block)]));
   }
   const int64_t rows = shape[shape.size() - 2];
   const int64_t cols = shape[shape.size() - 1];
@@ -198,6 +209,13 @@ inline double value_in_memory(const WeightMatrix& matrix, int64_t row, int64_t c
       const auto scale =
           static_cast<uint8_t>(matrix.scales[row * matrix.num_scale_cols() + col / kMxfp4Columns]);
       return double{e2m1_to_float(col % 2 == 0 ? byte & 15 : byte >> 4)} * e8m0_to_float(scale);
+    }
+    case WeightFormat::kNvfp4: {
+      const auto byte = static_cast<uint8_t>(data[col / 2]);
+      const float scale = reinterpret_cast<const float*>(
+          matrix.scales)[row * matrix.num_scale_cols() + col / kNvfp4Columns];
+      return bf16_to_float(
+          float_to_bf16(e2m1_to_float(col % 2 == 0 ? byte & 15 : byte >> 4) * scale));
     }
     case WeightFormat::kInt4: {
       const auto byte = static_cast<uint8_t>(data[col / 2]);

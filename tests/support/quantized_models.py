@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 # "mxfp4": the experts of GPT-OSS; the others: the Linears of dense layers and of single experts,
 # with a scale for each 128 x 128 block, for each row, or one.
 METHODS = ("mxfp4", "fp8_block", "fp8_row", "fp8_tensor")
+# Floats of four bits in the Linears that fp8 has: mxfp4 and nvfp4 as compressed-tensors stores
+# them, and nvfp4 as modelopt does.
+NVFP4_METHODS = ("nvfp4_packed", "modelopt")
+FP4_METHODS = ("mxfp4_packed", *NVFP4_METHODS)
 BLOCK = 128
 MXFP4_COLUMNS = 32
+NVFP4_COLUMNS = 16
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
 
@@ -46,7 +51,7 @@ def quantize(
 
     Args:
         tensors: Of a checkpoint without scales.
-        method: One of `METHODS` or of `INT4_METHODS`.
+        method: One of `METHODS`, of `FP4_METHODS` or of `INT4_METHODS`.
         exact_scales: Scales of fp8 are powers of two.
 
     Returns:
@@ -62,6 +67,8 @@ def quantize(
             has_bfloat16 = INT4_METHODS[method].layout == "pack-quantized"
             scale_dtype = "bfloat16" if has_bfloat16 else "float16"
             quantized |= to_int4(name.removesuffix(".weight"), tensor, method, scale_dtype)
+        elif method in FP4_METHODS and _LINEAR.fullmatch(name):
+            quantized |= to_fp4(name.removesuffix(".weight"), tensor, method)
         elif method != "mxfp4" and _LINEAR.fullmatch(name):
             scale_name = "weight_scale_inv" if method == "fp8_block" else "weight_scale"
             weight, scales = to_fp8(tensor, method, exact_scales=exact_scales)
@@ -75,12 +82,14 @@ def quantization_config(method: str, tensors: Iterable[str] = ()) -> dict[str, A
     """The value of "quantization_config", as in published files.
 
     Args:
-        method: One of `METHODS` or of `INT4_METHODS`.
+        method: One of `METHODS`, of `FP4_METHODS` or of `INT4_METHODS`.
         tensors: Names of the tensors of Qwen3.5 or Qwen3-Next, whose files list every module that
             has no scales; those of other families name none.
     """
     if method in INT4_METHODS:
         return int4_config(method)
+    if method in FP4_METHODS:
+        return modelopt_config() if method == "modelopt" else fp4_config(method)
     if tensors:
         modules = (name.removesuffix(".weight") for name in tensors)
         plain = [module for module in modules if _PLAIN.fullmatch(module)]
@@ -154,6 +163,109 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (table[codes] * torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(-2)
 
 
+def to_fp4(module: str, matrix: torch.Tensor, method: str) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix in a method of `FP4_METHODS`."""
+    if method == "mxfp4_packed":
+        blocks, scales = to_mxfp4(matrix)
+        return {f"{module}.weight_packed": blocks.flatten(-2), f"{module}.weight_scale": scales}
+    packed, scales, factor = to_nvfp4(matrix)
+    if method == "modelopt":
+        return {
+            f"{module}.weight": packed,
+            f"{module}.weight_scale": scales,
+            f"{module}.weight_scale_2": (1 / factor).reshape(()),
+        }
+    return {
+        f"{module}.weight_packed": packed,
+        f"{module}.weight_scale": scales,
+        f"{module}.weight_global_scale": factor.reshape(1),
+    }
+
+
+def from_fp4(stored: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
+    """The values of a matrix, float32; each of them is a bfloat16 number."""
+    scales = stored[f"{module}.weight_scale"]
+    divisor = stored.get(f"{module}.weight_global_scale")
+    multiplier = stored.get(f"{module}.weight_scale_2")
+    if divisor is None and multiplier is None:
+        blocks = stored[f"{module}.weight_packed"].unflatten(1, (-1, MXFP4_COLUMNS // 2))
+        return from_mxfp4(blocks, scales)
+    if divisor is not None:
+        return from_nvfp4(stored[f"{module}.weight_packed"], scales.float() / divisor)
+    return from_nvfp4(stored[f"{module}.weight"], scales.float() * multiplier)
+
+
+def to_nvfp4(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Elements uint8 [rows, columns / 2], scales e4m3 [rows, columns / 16] and their divisor []."""
+    import torch
+
+    values = matrix.float().unflatten(1, (-1, NVFP4_COLUMNS))
+    factor = FP8_MAX * MXFP4_VALUES[-1] / values.abs().amax().clamp(min=1e-6)
+    scales = (values.abs().amax(2) / MXFP4_VALUES[-1] * factor).to(torch.float8_e4m3fn)
+    scaled = values.abs() / (scales.float() / factor).clamp(min=1e-12).unsqueeze(2)
+    code = (scaled.unsqueeze(-1) - torch.tensor(MXFP4_VALUES)).abs().argmin(-1) + 8 * (values < 0)
+    code = code.flatten(1)
+    return (code[:, 0::2] | (code[:, 1::2] << 4)).to(torch.uint8), scales, factor
+
+
+def from_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The values of elements under scales in float32, rounded to bfloat16, as float32."""
+    import torch
+
+    table = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).long()
+    values = table[codes].unflatten(1, (-1, NVFP4_COLUMNS)) * scales.unsqueeze(2)
+    return values.flatten(1).bfloat16().float()
+
+
+def fp4_config(method: str) -> dict[str, Any]:
+    """The value of "quantization_config" of compressed-tensors, as in published files."""
+    is_mxfp4 = method == "mxfp4_packed"
+    name = "mxfp4-pack-quantized" if is_mxfp4 else "nvfp4-pack-quantized"
+    weights = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": MXFP4_COLUMNS if is_mxfp4 else NVFP4_COLUMNS,
+        "num_bits": 4,
+        "observer": "minmax",
+        "scale_dtype": "torch.uint8" if is_mxfp4 else "torch.float8_e4m3fn",
+        "strategy": "group" if is_mxfp4 else "tensor_group",
+        "symmetric": True,
+        "type": "float",
+    }
+    return {
+        "config_groups": {
+            "group_0": {
+                "format": name,
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": weights,
+            }
+        },
+        "format": name,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def modelopt_config() -> dict[str, Any]:
+    """The value of "quantization_config" of modelopt, as in published files."""
+    numbers = {"dynamic": False, "group_size": NVFP4_COLUMNS, "num_bits": 4, "type": "float"}
+    return {
+        "config_groups": {
+            "group_0": {"input_activations": numbers, "targets": ["Linear"], "weights": numbers}
+        },
+        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+        "producer": {"name": "modelopt", "version": "0.39.0"},
+        "quant_algo": "NVFP4",
+        "quant_method": "modelopt",
+    }
+
+
 def to_fp8(
     matrix: torch.Tensor, method: str, *, exact_scales: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,6 +327,10 @@ def dequantize(
 
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        if name.endswith((".weight_packed", ".weight")) and tensor.dtype == torch.uint8:
+            module = name.rpartition(".")[0]
+            plain[f"{module}.weight"] = from_fp4(tensors, module)
+            continue
         if name.endswith(_INT4_CODES) and config is not None:
             module = name.rpartition(".")[0]
             plain[f"{module}.weight"] = from_int4(tensors, module, config)
@@ -222,6 +338,8 @@ def dequantize(
         if name.endswith(_INT4_OTHERS):
             continue
         if name.endswith(("_scales", ".weight_scale", ".weight_scale_inv")):
+            continue
+        if name.endswith((".weight_scale_2", ".weight_global_scale")):
             continue
         if name.endswith("_blocks"):
             name = name.removesuffix("_blocks")

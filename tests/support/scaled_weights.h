@@ -33,6 +33,7 @@ struct ScaledFormat {
 inline std::string name_of(const ScaledFormat& f) {
   if (f.format == WeightFormat::kPlain) return "plain";
   if (f.format == WeightFormat::kMxfp4) return "mxfp4";
+  if (f.format == WeightFormat::kNvfp4) return "nvfp4";
   if (f.format == WeightFormat::kInt4) {
     return "int4 " + (f.scale_cols == 0 ? "K" : std::to_string(f.scale_cols)) + " " +
            std::string(dtype_name(f.scale_dtype)) + (f.has_zeros ? " zeros" : "") +
@@ -46,6 +47,7 @@ inline std::string name_of(const ScaledFormat& f) {
 // Formats whose values are exact in bfloat16, and those whose scales multiply sums.
 inline std::vector<ScaledFormat> exact_formats() {
   return {{WeightFormat::kMxfp4},
+          {WeightFormat::kNvfp4, 1, kNvfp4Columns},
           {WeightFormat::kFp8, 1, 0, true},
           {WeightFormat::kFp8, 128, 128, true},
           {WeightFormat::kFp8, 16, 32, true},
@@ -98,6 +100,20 @@ inline ScaledArray scaled_array(Random& random, const ScaledFormat& f, int32_t n
         const std::byte scale = array.scales[static_cast<size_t>(element / kMxfp4Columns)];
         at(row, column) = double{e2m1_to_float(column % 2 == 0 ? byte & 15 : byte >> 4)} *
                           e8m0_to_float(static_cast<uint8_t>(scale));
+      }
+    }
+  } else if (f.format == WeightFormat::kNvfp4) {
+    for (uint8_t& byte : array.data) byte = static_cast<uint8_t>(random.below(256));
+    std::vector<float> scales(static_cast<size_t>(n) * static_cast<size_t>(k / kNvfp4Columns));
+    for (float& scale : scales) scale = random.normal(0.02f);
+    array.scales = typed_array(DType::kFloat32, scales).bytes;
+    for (int64_t row = 0; row < n; ++row) {
+      for (int64_t column = 0; column < k; ++column) {
+        const int64_t element = row * k + column;
+        const uint8_t byte = array.data[static_cast<size_t>(element / 2)];
+        const float scale = scales[static_cast<size_t>(element / kNvfp4Columns)];
+        at(row, column) = bf16_to_float(
+            float_to_bf16(e2m1_to_float(column % 2 == 0 ? byte & 15 : byte >> 4) * scale));
       }
     }
   } else if (f.format == WeightFormat::kInt4) {

@@ -44,6 +44,8 @@ struct WeightSpec {
     case WeightFormat::kFp8:
       return "_fp8_" + std::to_string(s.scale_rows) + "x" + std::to_string(s.scale_cols) +
              (s.has_exact_scales ? "_exact" : "") + dtype + plain;
+    case WeightFormat::kNvfp4:
+      return "_nvfp4" + dtype + plain;
     case WeightFormat::kInt4:
       return "_int4_" + std::to_string(s.scale_cols) +
              (s.scale_dtype == DType::kFloat16 ? "_f16" : "") + (s.has_zeros ? "_zeros" : "") +

@@ -39,6 +39,23 @@ struct RowArgs {
   return __builtin_convertvector(__builtin_convertvector(bytes, H16), V16u);
 }
 
+constexpr int32_t kNibbleColumns = 32;
+
+// 16 bytes of two codes each, the first in the low four bits: one code in each lane.
+struct Nibbles {
+  [[gnu::always_inline]] explicit Nibbles(const uint8_t* from)
+      : low(load_bytes(from) & 0xf), high(load_bytes(from) >> 4) {}
+
+  [[gnu::always_inline]] V16u first() const { return widen(__builtin_shuffle(low, high, kFirst)); }
+  [[gnu::always_inline]] V16u second() const {
+    return widen(__builtin_shuffle(low, high, kFirst + 8));
+  }
+
+  static constexpr B16 kFirst = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  B16 low;
+  B16 high;
+};
+
 // The vector code of e4m3_to_float and e2m1_to_float: one element in each lane.
 [[gnu::always_inline]] inline V16 e4m3_values(const V16u& bits) {
   const V16u magnitude = bits & 0x7fu;
@@ -95,6 +112,7 @@ struct Fp8Row {
 
 template <class Value>
 struct Mxfp4Row {
+  static_assert(kMxfp4Columns == kNibbleColumns);
   [[gnu::always_inline]] static void run(const RowArgs* args) {
     const auto* const scales = reinterpret_cast<const uint8_t*>(args->scales);
     const uint8_t* const from = args->from;
@@ -103,17 +121,13 @@ struct Mxfp4Row {
     const int32_t num_blocks = args->k / kMxfp4Columns;
     for (int32_t block = 0; block < num_blocks; ++block) {
       if (block % 4 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + block * 16, 0, 2);
-      const B16 bytes = load_bytes(from + int64_t{block} * 16);
-      const B16 low = bytes & 0xf;
-      const B16 high = bytes >> 4;
-      constexpr B16 kFirst = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-      constexpr B16 kSecond = kFirst + 8;
+      const Nibbles codes(from + int64_t{block} * 16);
       const uint32_t byte = scales[block];
       const uint32_t scale_bits = byte == 0 ? 1u << 22 : byte == 255 ? 0x7fc00000u : byte << 23;
       const V16 scale = reinterpret_cast<V16>(V16u{} + scale_bits);
       Value* const out = to + int64_t{block} * kMxfp4Columns;
-      store_value(out, e2m1_values(widen(__builtin_shuffle(low, high, kFirst))) * scale);
-      store_value(out + 16, e2m1_values(widen(__builtin_shuffle(low, high, kSecond))) * scale);
+      store_value(out, e2m1_values(codes.first()) * scale);
+      store_value(out + 16, e2m1_values(codes.second()) * scale);
     }
   }
 };
@@ -175,19 +189,32 @@ struct Int4Row {
         if (block % 128 == 0 && args->prefetch != nullptr) {
           __builtin_prefetch(args->prefetch + block / 2, 0, 2);
         }
-        const B16 bytes = load_bytes(args->from + block / 2);
-        const B16 low = bytes & 0xf;
-        const B16 high = bytes >> 4;
-        constexpr B16 kFirst = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-        constexpr B16 kSecond = kFirst + 8;
+        const Nibbles codes(args->from + block / 2);
         Value* const out = static_cast<Value*>(args->to) + block;
-        const auto store_half = [&](Value* to, const B16& codes) {
-          const V16 code = __builtin_convertvector(reinterpret_cast<V16i>(widen(codes)), V16);
+        const auto store_half = [&](Value* to, const V16u& half) {
+          const V16 code = __builtin_convertvector(reinterpret_cast<V16i>(half), V16);
           store_value(to, rounded_to_bf16((code - zero) * scale));
         };
-        store_half(out, __builtin_shuffle(low, high, kFirst));
-        store_half(out + 16, __builtin_shuffle(low, high, kSecond));
+        store_half(out, codes.first());
+        store_half(out + 16, codes.second());
       }
+    }
+  }
+};
+
+template <class Value>
+struct Nvfp4Row {
+  [[gnu::always_inline]] static void run(const RowArgs* args) {
+    const auto* const scales = reinterpret_cast<const float*>(args->scales);
+    for (int32_t begin = 0; begin < args->k; begin += kNibbleColumns) {
+      if (begin % 128 == 0 && args->prefetch != nullptr) {
+        __builtin_prefetch(args->prefetch + begin / 2, 0, 2);
+      }
+      const Nibbles codes(args->from + begin / 2);
+      const float* const its = scales + begin / kNvfp4Columns;
+      Value* const out = static_cast<Value*>(args->to) + begin;
+      store_value(out, rounded_to_bf16(e2m1_values(codes.first()) * broadcast(its[0])));
+      store_value(out + 16, rounded_to_bf16(e2m1_values(codes.second()) * broadcast(its[1])));
     }
   }
 };
@@ -213,6 +240,12 @@ struct Int4Row {
     const auto* const scales = reinterpret_cast<const uint8_t*>(args.scales);
     const auto run = is_avx512 ? mxfp4_row_avx512 : mxfp4_row_avx2;
     run(args.from, scales, to, args.k / kMxfp4Columns, args.prefetch);
+    return true;
+  }
+  if (format == WeightFormat::kNvfp4) {
+    const auto run = is_avx512 ? nvfp4_row_avx512 : nvfp4_row_avx2;
+    run(args.from, reinterpret_cast<const float*>(args.scales), to, args.k / kNibbleColumns,
+        args.prefetch);
     return true;
   }
   if (format == WeightFormat::kInt4) {
@@ -249,6 +282,8 @@ void dequantize_row(WeightFormat format, const RowArgs& args) {
       return run_best_isa<Mxfp4Row<Value>>(&args);
     case WeightFormat::kInt4:
       return run_best_isa<Int4Row<Value>>(&args);
+    case WeightFormat::kNvfp4:
+      return run_best_isa<Nvfp4Row<Value>>(&args);
   }
 }
 
@@ -300,6 +335,8 @@ void dequantize_rows(const WeightMatrix& weight, int32_t row, int32_t num_rows, 
                      const std::byte* prefetch) {
   PACELINE_CHECK(weight.format != WeightFormat::kPlain, "plain rows have no scales");
   const bool is_fp8 = weight.format == WeightFormat::kFp8;
+  // Of a row, where every row has its own.
+  const int64_t scale_bytes = is_fp8 ? 0 : weight.scales_bytes() / std::max(weight.n, 1);
   const int64_t row_bytes = weight.row_bytes();
   for (int32_t i = row; i < row + num_rows; ++i) {
     Value* const its_to = to + int64_t{i - row} * weight.k;
@@ -313,7 +350,7 @@ void dequantize_rows(const WeightMatrix& weight, int32_t row, int32_t num_rows, 
     dequantize_row<Value>(
         weight.format, {.from = reinterpret_cast<const uint8_t*>(weight.data) + i * row_bytes,
                         .scales = is_fp8 ? reinterpret_cast<const std::byte*>(fp8_scales(weight, i))
-                                         : weight.scales + i * int64_t{weight.k / kMxfp4Columns},
+                                         : weight.scales + i * scale_bytes,
                         .k = weight.k,
                         .scale_cols = weight.scale_cols,
                         .to = its_to,

@@ -104,19 +104,24 @@ alignas(64) inline constexpr Int4Differences kInt4Differences = [] {
   return table;
 }();
 
-// The sixteen values of a tile of int4, which has one scale and one zero point, twice.
-[[PACELINE_AVX512_TARGET, gnu::always_inline]] inline __m512i int4_table_avx512(float scale,
-                                                                                int zero) {
-  const auto* const differences = kInt4Differences[static_cast<size_t>(zero)].data();
+// Sixteen elements times a scale, as bfloat16.
+[[PACELINE_AVX512_TARGET, gnu::always_inline]] inline __m256i scaled_elements_avx512(
+    const float* elements, float scale) {
   const __m512i values =
-      _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(differences), _mm512_set1_ps(scale)));
+      _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(elements), _mm512_set1_ps(scale)));
   // To nearest, ties to even.
   const __m512i odd =
       _mm512_and_si512(_mm512_maskz_srli_epi32(0xffff, values, 16), _mm512_set1_epi32(1));
   const __m512i rounded =
       _mm512_add_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(0x7fff)), odd);
-  return _mm512_maskz_broadcast_i64x4(
-      0xff, _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_srli_epi32(0xffff, rounded, 16)));
+  return _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_srli_epi32(0xffff, rounded, 16));
+}
+
+// The sixteen values of a tile of int4, which has one scale and one zero point, twice.
+[[PACELINE_AVX512_TARGET, gnu::always_inline]] inline __m512i int4_table_avx512(float scale,
+                                                                                int zero) {
+  const auto* const differences = kInt4Differences[static_cast<size_t>(zero)].data();
+  return _mm512_maskz_broadcast_i64x4(0xff, scaled_elements_avx512(differences, scale));
 }
 
 // The thirty-two values of a block, as in mxfp4_row_avx512.
@@ -145,33 +150,35 @@ alignas(64) inline constexpr Int4Differences kInt4Differences = [] {
   }
 }
 
-[[gnu::target("avx2"), gnu::noinline]] inline void int4_row_avx2(const uint8_t* from,
-                                                                 const float* scales,
-                                                                 const uint8_t* zeros, uint16_t* to,
-                                                                 int32_t num_tiles, int32_t blocks,
-                                                                 const char* prefetch) {
-  const auto upper_halves = [](const float* differences,
-                               float scale) __attribute__((target("avx2"))) {
+// Sixteen elements times a scale, as bfloat16: the low and then the high bytes of the values.
+[[gnu::target("avx2"), gnu::always_inline]] inline __m256i scaled_elements_avx2(
+    const float* elements, float scale) {
+  const auto upper_halves = [scale](const float* from) __attribute__((target("avx2"))) {
     const __m256i values =
-        _mm256_castps_si256(_mm256_mul_ps(_mm256_load_ps(differences), _mm256_set1_ps(scale)));
+        _mm256_castps_si256(_mm256_mul_ps(_mm256_load_ps(from), _mm256_set1_ps(scale)));
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(values, 16), _mm256_set1_epi32(1));
     const __m256i rounded =
         _mm256_add_epi32(_mm256_add_epi32(values, _mm256_set1_epi32(0x7fff)), odd);
     return _mm256_srli_epi32(rounded, 16);
   };
+  const __m256i values = _mm256_permute4x64_epi64(
+      _mm256_packus_epi32(upper_halves(elements), upper_halves(elements + 8)), 0xd8);
+  const __m256i low_bytes = _mm256_and_si256(values, _mm256_set1_epi16(0xff));
+  return _mm256_permute4x64_epi64(_mm256_packus_epi16(low_bytes, _mm256_srli_epi16(values, 8)),
+                                  0xd8);
+}
+
+[[gnu::target("avx2"), gnu::noinline]] inline void int4_row_avx2(const uint8_t* from,
+                                                                 const float* scales,
+                                                                 const uint8_t* zeros, uint16_t* to,
+                                                                 int32_t num_tiles, int32_t blocks,
+                                                                 const char* prefetch) {
   const __m128i low_four = _mm_set1_epi8(0xf);
   int32_t at = 0;
   for (int32_t tile = 0; tile < num_tiles; ++tile) {
     const size_t zero = zeros == nullptr ? kInt4Zero : zeros[tile];
     const float* const differences = kInt4Differences[zero].data();
-    const __m256i table =
-        _mm256_permute4x64_epi64(_mm256_packus_epi32(upper_halves(differences, scales[tile]),
-                                                     upper_halves(differences + 8, scales[tile])),
-                                 0xd8);
-    // The low and the high bytes of the values, as in mxfp4_row_avx2.
-    const __m256i low_bytes = _mm256_and_si256(table, _mm256_set1_epi16(0xff));
-    const __m256i bytes_of_table =
-        _mm256_permute4x64_epi64(_mm256_packus_epi16(low_bytes, _mm256_srli_epi16(table, 8)), 0xd8);
+    const __m256i bytes_of_table = scaled_elements_avx2(differences, scales[tile]);
     const __m128i lows = _mm256_castsi256_si128(bytes_of_table);
     const __m128i highs = _mm256_extracti128_si256(bytes_of_table, 1);
     for (const int32_t end = at + blocks; at < end; ++at) {
@@ -188,6 +195,57 @@ alignas(64) inline constexpr Int4Differences kInt4Differences = [] {
         _mm_storeu_si128(out++, _mm_unpackhi_epi8(low, high));
       }
     }
+  }
+}
+
+// Every element of e2m1.
+alignas(64) inline constexpr std::array<float, 16> kE2m1Elements = {
+    0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// A row of nvfp4: num_blocks blocks of 2 kNvfp4Columns columns, which have two scales.
+[[PACELINE_AVX512_TARGET, gnu::noinline]] inline void nvfp4_row_avx512(const uint8_t* from,
+                                                                       const float* scales,
+                                                                       uint16_t* to,
+                                                                       int32_t num_blocks,
+                                                                       const char* prefetch) {
+  // Lanes of the second half of a block look their values up in the second half of the table.
+  const __m512i four_bits = _mm512_set1_epi16(0xf);
+  const __m512i half = _mm512_maskz_set1_epi16(0xffff0000u, 16);
+  for (int32_t block = 0; block < num_blocks; ++block) {
+    if (block % 4 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + block * 16, 0, 2);
+    const float* const elements = kE2m1Elements.data();
+    const __m512i table = _mm512_maskz_inserti64x4(
+        0xff, _mm512_castsi256_si512(scaled_elements_avx512(elements, scales[2 * block])),
+        scaled_elements_avx512(elements, scales[2 * block + 1]), 1);
+    const __m512i bytes = _mm512_maskz_cvtepu8_epi32(
+        0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + int64_t{block} * 16)));
+    const __m512i codes = _mm512_or_si512(bytes, _mm512_maskz_slli_epi32(0xffff, bytes, 12));
+    const __m512i index = _mm512_or_si512(_mm512_and_si512(codes, four_bits), half);
+    _mm512_storeu_si512(to + int64_t{block} * 2 * kNvfp4Columns,
+                        _mm512_maskz_permutexvar_epi16(kAllLanes, index, table));
+  }
+}
+
+[[gnu::target("avx2"), gnu::noinline]] inline void nvfp4_row_avx2(const uint8_t* from,
+                                                                  const float* scales, uint16_t* to,
+                                                                  int32_t num_blocks,
+                                                                  const char* prefetch) {
+  const __m128i low_four = _mm_set1_epi8(0xf);
+  for (int32_t tile = 0; tile < 2 * num_blocks; ++tile) {
+    if (tile % 8 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + tile * 8, 0, 2);
+    const __m256i bytes_of_table = scaled_elements_avx2(kE2m1Elements.data(), scales[tile]);
+    const __m128i lows = _mm256_castsi256_si128(bytes_of_table);
+    const __m128i highs = _mm256_extracti128_si256(bytes_of_table, 1);
+    const __m128i bytes =
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + int64_t{tile} * 8));
+    const __m128i index = _mm_unpacklo_epi8(_mm_and_si128(bytes, low_four),
+                                            _mm_and_si128(_mm_srli_epi16(bytes, 4), low_four));
+    const __m128i low = _mm_shuffle_epi8(lows, index);
+    const __m128i high = _mm_shuffle_epi8(highs, index);
+    auto* const out = reinterpret_cast<__m128i*>(to + int64_t{tile} * kNvfp4Columns);
+    _mm_storeu_si128(out, _mm_unpacklo_epi8(low, high));
+    _mm_storeu_si128(out + 1, _mm_unpackhi_epi8(low, high));
   }
 }
 

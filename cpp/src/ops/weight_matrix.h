@@ -25,6 +25,9 @@ enum class WeightFormat : uint8_t {
   // bytes, float16 or bfloat16, for scale_cols columns of a row, and so is a zero point, one byte;
   // value = bfloat16((code - zero) * scale), rounded once.
   kInt4,
+  // NVFP4: e2m1 as kMxfp4 has it. A scale is a float for 16 columns of a row;
+  // value = bfloat16(float(element * scale)).
+  kNvfp4,
 };
 
 // The order of the elements in memory.
@@ -38,6 +41,7 @@ enum class WeightLayout : uint8_t {
 };
 
 inline constexpr int32_t kMxfp4Columns = 32;           // that share a scale
+inline constexpr int32_t kNvfp4Columns = 16;           // that share a scale
 inline constexpr int32_t kInt4Columns = 32;            // divide those that share a scale
 inline constexpr int32_t kInt4Zero = 8;                // of a matrix without zero points
 inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scales
@@ -51,6 +55,7 @@ inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scale
       return PackedKind::kInt4;
     case WeightFormat::kPlain:
     case WeightFormat::kFp8:
+    case WeightFormat::kNvfp4:  // is not packed
       break;
   }
   return PackedKind::kFp8;
@@ -69,14 +74,15 @@ inline constexpr int32_t kPackedInt4ScaleBytes = packed_tile(PackedKind::kInt4Sc
 // unscaled elements, and a scale multiplies their float32 sum:
 //   scale_cols >= k:  y = scale * sum over k + bias
 //   scale_cols < k:   y = fma(scale_b, sum over the columns of tile b, ...) from b = 0 up, + bias
-// The values of kInt4 are bfloat16 numbers with either dtype, so its products are plain ones.
-// On the CPU, whose sums have sixteen lanes, that is how each lane is computed. On CUDA rows of
-// data take a multiple of 16 bytes, and of kFp8 scale_cols is k or 128, and in bfloat16 a NaN of
-// e4m3 counts as 480.
+// The values of kInt4 and kNvfp4 are bfloat16 numbers with either dtype, so their products are
+// plain ones. On the CPU, whose sums have sixteen lanes, that is how each lane is computed. On CUDA
+// rows of data take a multiple of 16 bytes, and of kFp8 scale_cols is k or 128, and in bfloat16 a
+// NaN of e4m3 counts as 480.
 struct WeightMatrix {
   const std::byte* data = nullptr;  // 64 B aligned; row-major, a row takes row_bytes()
   // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32], or
-  // packed; kInt4: scale_dtype [n, k / scale_cols], or packed; else null.
+  // packed; kInt4: scale_dtype [n, k / scale_cols], or packed; kNvfp4: float [n, k / 16]; else
+  // null.
   const std::byte* scales = nullptr;
   // kInt4: [n, k / scale_cols], or packed, 0 to 15; null: all are kInt4Zero
   const uint8_t* zeros = nullptr;
@@ -84,13 +90,13 @@ struct WeightMatrix {
   // input i. Products sum over the columns in their order in memory.
   const int32_t* order = nullptr;
   int32_t n = 0;
-  int32_t k = 0;                  // kMxfp4, kInt4: a multiple of 32
+  int32_t k = 0;                  // kMxfp4, kInt4, kNvfp4: a multiple of 32
   DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
   WeightFormat format = WeightFormat::kPlain;
-  WeightLayout layout = WeightLayout::kRowMajor;  // kPacked: not of kPlain
+  WeightLayout layout = WeightLayout::kRowMajor;  // kPacked: not of kPlain or kNvfp4
   int32_t scale_rows = 0;                         // kFp8: a power of two
   int32_t scale_cols = 0;  // kFp8: k (one scale a row), or a multiple of 32 below it; kInt4: as
-                           // kFp8, a divisor of k
+                           // kFp8, a divisor of k; kNvfp4: 16
   DType scale_dtype = DType::kBFloat16;  // kInt4: kFloat16 or kBFloat16
   bool has_zeros = false;                // kInt4
   bool has_order = false;                // kInt4
@@ -121,6 +127,7 @@ struct WeightMatrix {
         return k;
       case WeightFormat::kMxfp4:
       case WeightFormat::kInt4:
+      case WeightFormat::kNvfp4:
         return k / 2;
     }
     return 0;
@@ -145,7 +152,8 @@ struct WeightMatrix {
       return packed_tile_rows() * num_scale_cols() * kPackedInt4ScaleBytes;
     }
     if (has_packed_scales()) return packed_tiles() * kPackedScaleBytes;
-    const int64_t bytes = format == WeightFormat::kFp8 ? 4 : format == WeightFormat::kInt4 ? 2 : 1;
+    const bool has_floats = format == WeightFormat::kFp8 || format == WeightFormat::kNvfp4;
+    const int64_t bytes = has_floats ? 4 : format == WeightFormat::kInt4 ? 2 : 1;
     return num_scale_rows() * num_scale_cols() * bytes;
   }
   [[nodiscard]] constexpr int64_t zeros_bytes() const {
@@ -166,7 +174,8 @@ struct WeightMatrix {
 
 // The layout of weights in the memory of a device.
 [[nodiscard]] constexpr WeightLayout layout_on(Device device, WeightFormat format, DType dtype) {
-  return format != WeightFormat::kPlain && device == Device::kCuda && dtype == DType::kBFloat16
+  const bool can_be_packed = format != WeightFormat::kPlain && format != WeightFormat::kNvfp4;
+  return can_be_packed && device == Device::kCuda && dtype == DType::kBFloat16
              ? WeightLayout::kPacked
              : WeightLayout::kRowMajor;
 }

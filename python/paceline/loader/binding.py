@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Final
 
 from paceline._core import ModelFileError
 
+from .conversion import Sibling, StoredTensor
 from .family import LM_HEADS, Family, TensorSpec
 from .formats import FP8_DTYPE, PLAIN_DTYPES
-from .int4 import Sibling, StoredTensor
 from .messages import name_some, quote
 from .tensor_source import TensorSource, Weights
 
 if TYPE_CHECKING:
     from paceline import _core
 
-    from .int4 import Elements
+    from .conversion import Elements
 
 _EXPERT: Final = re.compile(r"(\.experts\.)\d+\.\w+\.weight$")
 # The cure, in messages, for a drafter that was given as the target.
@@ -36,7 +36,7 @@ class BoundTensor:
         source: Its full name there.
         dtype: The stored dtype, as safetensors spells it.
         nbytes: The size as stored, in bytes; with a part, that of the part.
-        siblings: Of an int4 matrix: further tensors of it, by `Sibling.source`.
+        siblings: Further tensors that it is made of, by `Sibling.source`.
     """
 
     spec: TensorSpec
@@ -52,15 +52,15 @@ class BoundTensor:
         yield self.source
         yield from (stored.name for stored in self.siblings.values())
 
-    def int4_array(self) -> Elements | None:
-        """The elements of a tensor of an int4 matrix, see `Int4Tensor.array`; None: of another."""
-        if self.spec.int4 is None:
+    def converted(self) -> Elements | None:
+        """The elements of a tensor that is made; None: it is stored as it is."""
+        if self.spec.conversion is None:
             return None
-        return self.spec.int4.array(StoredTensor(self.shard, self.source), self.siblings)
+        return self.spec.conversion.array(StoredTensor(self.shard, self.source), self.siblings)
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes of the tensor; see `TensorSource.chunks`."""
-        array = self.int4_array()
+        array = self.converted()
         if array is not None:
             return iter((array.tobytes(),))
         chunks = self.shard.chunks(self.source)
@@ -69,7 +69,7 @@ class BoundTensor:
 
     def put(self, builder: _core.ModelBuilder) -> None:
         """Fills its weight of a model; see `TensorSource.put`."""
-        array = self.int4_array()
+        array = self.converted()
         if array is not None:
             return builder.put_array(self.spec.name, array)
         part = self.spec.part
@@ -118,9 +118,9 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
         if spec.part is not None:
             nbytes = nbytes // spec.part.stored_rows * spec.part.rows
         siblings: dict[str, StoredTensor] = {}
-        if spec.int4 is not None:
-            siblings = _siblings(spec.int4.siblings, prefix, weights, config_source, missing)
-            dtype = spec.int4.dtype(dtype)
+        if (made := spec.conversion) is not None:
+            siblings = _siblings(made.siblings, prefix, weights, config_source, missing)
+            dtype = made.dtype(dtype)
         bound.append(BoundTensor(spec, shard, source, dtype, nbytes, siblings))
     if missing:
         _raise_missing(missing, family, weights)
@@ -150,7 +150,7 @@ def _siblings(
     config_source: str,
     missing: list[str],
 ) -> dict[str, StoredTensor]:
-    """Finds the further tensors of an int4 matrix; adds those that are missing to a list."""
+    """Finds the further tensors of a conversion; adds those that are missing to a list."""
     found: dict[str, StoredTensor] = {}
     for sibling in siblings:
         source = prefix + sibling.source
@@ -164,7 +164,7 @@ def _siblings(
             raise _wrong_format_dtype(
                 f"{shard.path}: tensor {quote(source)}", dtype, sibling.dtypes, config_source
             )
-        _check_shape(shard, source, (sibling.shape,), sibling.shape_keys, config_source)
+        _check_shape(shard, source, sibling.shapes, sibling.shape_keys, config_source)
         found[sibling.source] = StoredTensor(shard, source)
     return found
 
@@ -248,6 +248,11 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))
         hint = f"; there are {name_some(weights.owners)}; allowed prefixes: {prefixes}"
+    else:
+        module = missing[0].rpartition(".")[0]
+        found = sorted(name for name in weights.owners if name.rpartition(".")[0] == module)
+        seen = f"; there are {name_some(found)}" if found else ""
+        hint = f"{seen}; expected a whole checkpoint, or a configuration that fits its tensors"
     raise ModelFileError(
         f"{weights.where}: {count} missing: {name_some(missing)}, which {family.architecture} "
         f"needs{hint}"
@@ -281,7 +286,8 @@ def _check_unexpected(
     raise ModelFileError(
         f"{weights.where}: {count} not part of {family.architecture} as {config_source} describes "
         "it: "
-        f"{name_some(unexpected)}"
+        f"{name_some(unexpected)}; expected no further tensors, or a configuration that has a use "
+        "for them"
     )
 
 

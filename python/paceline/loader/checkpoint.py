@@ -27,6 +27,7 @@ from .formats import PLAIN_DTYPES
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .messages import model_name, quote, show
+from .quantization import input_notes
 from .section import Section
 from .state_dict import StateDict
 
@@ -144,6 +145,7 @@ def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = F
     family = translate(hf).for_tensors(folder.weights.owners)
     tensors = bind(family, folder.weights, hf.source)
     weight_dtype, notes = _choose_dtype(dtype, tensors)
+    notes += input_notes(hf)
     opened = from_config(
         hf, family, folder.path, weight_dtype, tensors=tensors, is_drafter=is_drafter
     )
@@ -278,9 +280,9 @@ def _choose_dtype(dtype: str, tensors: Sequence[BoundTensor]) -> tuple[str, list
     if dtype == "float32" or stored == {"BF16"}:
         return dtype, []
     narrow = next((tensor for tensor in matrices if tensor.dtype == "F16"), None)
-    # The values of int4 are bfloat16 numbers already, whatever the other matrices are.
-    has_int4 = any(tensor.spec.int4 is not None for tensor in tensors)
-    if narrow is not None and not has_int4:
+    # The values of int4 and nvfp4 are bfloat16 numbers already, whatever the other matrices are.
+    has_bfloat16 = any(tensor.spec.conversion is not None for tensor in tensors)
+    if narrow is not None and not has_bfloat16:
         # The library refuses it: rounding one 16-bit format to the other loses bits and saves no
         # memory.
         raise ValueError(

@@ -17,6 +17,7 @@ from .formats import (
     LayerFormats,
     MatrixFormat,
 )
+from .fp4 import fp4_specs
 from .int4_tensors import int4_specs, order_specs
 
 # Tensors of a layer: canonical name, name in the checkpoint.
@@ -201,6 +202,8 @@ def matrix_specs(
         return [tensor_spec(f"{name}.weight", f"{source}.weight", rows, columns)]
     if format.name == "int4":
         return int4_specs(name, source, rows, columns, format)
+    if format.name in ("mxfp4", "nvfp4"):
+        return fp4_specs(name, source, rows, columns, format)
     scales = format.scale_dims(rows, columns)
     return [
         tensor_spec(f"{name}.weight", f"{source}.weight", rows, columns, dtypes=(FP8_DTYPE,)),

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from .decoder_tensors import tensor_spec
 from .family import TensorSpec
-from .formats import FP8_DTYPE, MXFP4_COLUMNS, Dim, MatrixFormat
+from .formats import FP8_DTYPE, Dim, MatrixFormat
+from .fp4 import mxfp4_specs
 
 # Stored dtypes.
 _E8M0_DTYPES: Final = ("F8_E8M0", "U8")
@@ -265,9 +266,5 @@ class V4Tensors:
         if not self._has_scales:
             yield tensor_spec(f"{ours}.weight", f"{source}.weight", rows, columns)
             return
-        size, key = columns
-        pairs = (size // 2, f"{key} / 2")
-        blocks = (size // MXFP4_COLUMNS, f"{key} / {MXFP4_COLUMNS}")
-        scales = f"{source}.{EXPERTS.suffix}"
-        yield tensor_spec(f"{ours}.weight", f"{source}.weight", rows, pairs, dtypes=_FP4_DTYPES)
-        yield tensor_spec(f"{ours}.scales", scales, rows, blocks, dtypes=_E8M0_DTYPES)
+        elements, scales = f"{source}.weight", f"{source}.{EXPERTS.suffix}"
+        yield from mxfp4_specs(ours, elements, scales, rows, columns, _FP4_DTYPES, _E8M0_DTYPES)

@@ -31,7 +31,7 @@ from .gpt_oss import gpt_oss
 from .hf_config import HfConfig, parse_hf_config
 from .layer_types import FULL, SLIDING, check_full_layers, read_layer_types
 from .quantization import (
-    INT4_METHODS,
+    FOUR_BIT_METHODS,
     check_plain_lm_head,
     input_scales,
     read_quantization,
@@ -114,7 +114,7 @@ def _all_alike(
     """A family whose layers are all full layers of the same shape."""
     text = hf.text
     ties = text.boolean("tie_word_embeddings", False)
-    quantization = read_quantization(hf, INT4_METHODS)
+    quantization = read_quantization(hf, FOUR_BIT_METHODS)
     check_plain_lm_head(quantization, ties_lm_head=ties)
     layers = with_formats(same_layers(sizes, (FULL,) * sizes.layers), quantization, _PREFIXES)
     config = describe(
@@ -167,7 +167,7 @@ def _gemma3(hf: HfConfig) -> Family:
     ties = (hf.top if hf.top.has("tie_word_embeddings") else text).boolean(
         "tie_word_embeddings", True
     )
-    quantization = read_quantization(hf, INT4_METHODS)
+    quantization = read_quantization(hf, FOUR_BIT_METHODS)
     check_plain_lm_head(quantization, ties_lm_head=ties)
     layers = with_formats(same_layers(sizes, layer_types), quantization, _PREFIXES)
     config = describe(

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from .conversion import Conversion
 from .decoder import round_to_bfloat16
 from .formats import PLAIN_DTYPES
-from .int4 import Int4Tensor
 from .row_part import RowPart
 
 # Names that the lm_head of a target may have.
@@ -29,7 +29,7 @@ class TensorSpec:
         dtypes: The dtypes that it may be stored in.
         part: The rows of the stored tensor that it consists of; None: all of it.
         stored_shapes: The shapes that the stored tensor may have; empty: `shape`.
-        int4: How it is made of the tensors of an int4 matrix; None: it is stored as it is.
+        conversion: How it is made of stored tensors; None: it is stored as it is.
     """
 
     name: str
@@ -39,7 +39,7 @@ class TensorSpec:
     dtypes: tuple[str, ...] = PLAIN_DTYPES
     part: RowPart | None = None
     stored_shapes: tuple[tuple[int, ...], ...] = ()
-    int4: Int4Tensor | None = None
+    conversion: Conversion | None = None
 
     @property
     def is_matrix(self) -> bool:

@@ -17,6 +17,9 @@ MXFP4_DTYPE: Final = "U8"
 
 FP8_BLOCK: Final = 128
 MXFP4_COLUMNS: Final = 32
+NVFP4_COLUMNS: Final = 16
+# Columns of e2m1 matrices are a multiple of it.
+FP4_STEP: Final = 32
 
 # A size of a tensor, and the keys of the configuration that it follows from.
 Dim = tuple[int, str]
@@ -27,15 +30,16 @@ class MatrixFormat:
     """The format of a matrix with scales.
 
     Attributes:
-        name: "fp8", "mxfp4" or "int4".
+        name: "fp8", "mxfp4", "nvfp4" or "int4".
         scales: "fp8" only: what has a scale of its own: "tensor", "row" or "block".
         suffix: "fp8" only: the name of the scales in the checkpoint, beside "weight".
         is_exact: "fp8" only: every scale is a power of two.
-        layout: "int4" only: how checkpoints store it; see `int4.py`.
+        layout: How checkpoints store "int4", see `int4.py`, and "mxfp4" and "nvfp4" of Linears, see
+            `fp4.py`.
         group: "int4" only: the columns that share a scale; 0: those of a row.
         has_zeros: "int4" only: groups have zero points.
         has_order: "int4" only: the columns of a group are not adjacent inputs.
-        key: "int4" only: the file and the key of the configuration that says so.
+        key: With a layout: the file and the key of the configuration that says so.
     """
 
     name: str
@@ -51,8 +55,8 @@ class MatrixFormat:
     @property
     def entry(self) -> dict[str, Any]:
         """The format in a canonical description."""
-        if self.name == "mxfp4":
-            return {"format": "mxfp4"}
+        if self.name in ("mxfp4", "nvfp4"):
+            return {"format": self.name}
         if self.name == "int4":
             return {
                 "format": "int4",
@@ -76,10 +80,14 @@ class MatrixFormat:
         return tuple(_num_blocks(dim) for dim in (rows, columns))
 
 
+def over(dim: Dim, divisor: int) -> str:
+    """A size in terms of keys, divided, for messages."""
+    keys = dim[1]
+    return f"({keys}) / {divisor}" if " " in keys else f"{keys} / {divisor}"
+
+
 def _num_blocks(dim: Dim) -> Dim:
-    size, keys = dim
-    shown = f"({keys})" if " " in keys else keys
-    return -(-size // FP8_BLOCK), f"{shown} / {FP8_BLOCK} rounded up"
+    return -(-dim[0] // FP8_BLOCK), f"{over(dim, FP8_BLOCK)} rounded up"
 
 
 @dataclass(frozen=True)

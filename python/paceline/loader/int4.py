@@ -19,20 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 from paceline._core import ModelFileError
 
+from .conversion import Sibling, StoredTensor
 from .messages import quote
-from .tensor_source import TensorSource
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    # Those of tensors of int4 matrices; of bfloat16 there are the bits.
-    Elements = (
-        npt.NDArray[np.float16]
-        | npt.NDArray[np.int32]
-        | npt.NDArray[np.uint16]
-        | npt.NDArray[np.uint8]
-    )
+    from .conversion import Elements
 
 GPTQ: Final = "gptq"
 GPTQ_V2: Final = "gptq_v2"
@@ -69,73 +63,8 @@ SHAPE_NAME: Final = "weight_shape"
 
 
 @dataclass(frozen=True)
-class Sibling:
-    """Another stored tensor that a tensor of a model is made of, or checked with.
-
-    Attributes:
-        source: Its name in the checkpoint, after the prefix.
-        shape: Its shape.
-        shape_keys: The shape in terms of keys, for messages.
-        dtypes: The dtypes that it may be stored in.
-        is_required: The checkpoint must have it.
-    """
-
-    source: str
-    shape: tuple[int, ...]
-    shape_keys: str
-    dtypes: tuple[str, ...]
-    is_required: bool
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a checkpoint, with what reads it."""
-
-    shard: TensorSource
-    name: str
-
-    @property
-    def where(self) -> str:
-        """Returns its file and its name, for messages."""
-        return f"{self.shard.path}: tensor {quote(self.name)}"
-
-    @property
-    def dtype(self) -> str:
-        """Returns its dtype."""
-        return self.shard.info(self.name)[0]
-
-    def integers(self) -> npt.NDArray[np.int32] | npt.NDArray[np.int64]:
-        """The elements of a tensor of integers."""
-        import numpy as np
-
-        data, shape = self._read()
-        if self.dtype == "I64":
-            return np.frombuffer(data, np.int64).reshape(shape)
-        return np.frombuffer(data, np.int32).reshape(shape)
-
-    def words(self) -> npt.NDArray[np.uint32]:
-        """The elements of a tensor of packed codes or zero points."""
-        import numpy as np
-
-        data, shape = self._read()
-        return np.frombuffer(data, np.uint32).reshape(shape)
-
-    def scales(self) -> npt.NDArray[np.float16] | npt.NDArray[np.uint16]:
-        """The elements of a tensor of scales; of bfloat16 their bits."""
-        import numpy as np
-
-        data, shape = self._read()
-        if self.dtype == "BF16":
-            return np.frombuffer(data, np.uint16).reshape(shape)
-        return np.frombuffer(data, np.float16).reshape(shape)
-
-    def _read(self) -> tuple[bytes, tuple[int, ...]]:
-        return b"".join(self.shard.chunks(self.name)), self.shard.info(self.name)[1]
-
-
-@dataclass(frozen=True)
 class Int4Tensor:
-    """How one tensor of a model is made of those of a checkpoint.
+    """How one tensor of an int4 matrix is made of those of a checkpoint: a `Conversion`.
 
     Attributes:
         part: "codes", "scales", "zeros" or "order".
@@ -165,15 +94,11 @@ class Int4Tensor:
         return self.columns // self.group
 
     def dtype(self, stored: str) -> str:
-        """The dtype of the tensor of the model."""
+        """See `Conversion.dtype`."""
         return {"codes": "U8", "scales": stored, "zeros": "U8", "order": "I32"}[self.part]
 
     def array(self, main: StoredTensor, siblings: Mapping[str, StoredTensor]) -> Elements:
-        """The elements of the tensor of the model; those of bfloat16 as uint16.
-
-        Args:
-            main: The stored tensor.
-            siblings: The others that the checkpoint has, by `Sibling.source`.
+        """See `Conversion.array`.
 
         Raises:
             ModelFileError: Values of the tensors contradict each other or the configuration.

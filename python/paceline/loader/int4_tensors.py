@@ -8,8 +8,9 @@ from typing import Final
 
 from paceline._core import ModelFileError
 
+from .conversion import Sibling
 from .family import TensorSpec
-from .formats import Dim, MatrixFormat
+from .formats import Dim, MatrixFormat, over
 from .int4 import (
     AWQ,
     CODES_PER_WORD,
@@ -19,7 +20,6 @@ from .int4 import (
     SHAPE_NAME,
     WORD_DTYPE,
     Int4Tensor,
-    Sibling,
 )
 
 _WORDS: Final = (WORD_DTYPE,)
@@ -42,7 +42,7 @@ def int4_specs(
     """
     group = _checked_group(source, rows, columns, format)
     names = NAMES[format.layout]
-    groups = (columns[0] // group, _over(columns, group))
+    groups = (columns[0] // group, over(columns, group))
     is_packed = format.layout == PACKED
     codes = {
         PACKED: (rows, _words(columns)),
@@ -78,7 +78,7 @@ def int4_specs(
             ", ".join(keys for _, keys in theirs),
             dtypes,
             stored_shapes=(tuple(size for size, _ in theirs),),
-            int4=Int4Tensor(
+            conversion=Int4Tensor(
                 part,
                 format.layout,
                 rows[0],
@@ -91,7 +91,7 @@ def int4_specs(
             ),
         )
 
-    bytes_of_row = (columns[0] // 2, _over(columns, 2))
+    bytes_of_row = (columns[0] // 2, over(columns, 2))
     ours = (rows, groups)
     specs = [
         spec("codes", "weight", names.codes, (rows, bytes_of_row), codes, _WORDS, siblings),
@@ -130,7 +130,7 @@ def order_specs(
         format.key,
     )
     shape, keys = (columns[0],), columns[1]
-    return [TensorSpec(f"{name}.order", first, shape, keys, _WORDS, int4=int4)]
+    return [TensorSpec(f"{name}.order", first, shape, keys, _WORDS, conversion=int4)]
 
 
 def _checked_group(source: str, rows: Dim, columns: Dim, format: MatrixFormat) -> int:
@@ -152,16 +152,11 @@ def _checked_group(source: str, rows: Dim, columns: Dim, format: MatrixFormat) -
 def _words(dim: Dim) -> Dim:
     size, _ = dim
     rounded = " rounded up" if size % CODES_PER_WORD else ""
-    return -(-size // CODES_PER_WORD), _over(dim, CODES_PER_WORD) + rounded
-
-
-def _over(dim: Dim, divisor: int) -> str:
-    keys = dim[1]
-    return f"({keys}) / {divisor}" if " " in keys else f"{keys} / {divisor}"
+    return -(-size // CODES_PER_WORD), over(dim, CODES_PER_WORD) + rounded
 
 
 def _sibling(
     source: str, dims: Sequence[Dim], dtypes: tuple[str, ...], *, is_required: bool = False
 ) -> Sibling:
     shape = tuple(size for size, _ in dims)
-    return Sibling(source, shape, ", ".join(keys for _, keys in dims), dtypes, is_required)
+    return Sibling(source, (shape,), ", ".join(keys for _, keys in dims), dtypes, is_required)

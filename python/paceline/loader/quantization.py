@@ -16,7 +16,15 @@ from paceline._core import ModelFileError
 
 from .decoder import Layer
 from .family import TensorSpec
-from .formats import FP8_BLOCK, FP8_DTYPE, LayerFormats, MatrixFormat
+from .formats import (
+    FP8_BLOCK,
+    FP8_DTYPE,
+    MXFP4_COLUMNS,
+    NVFP4_COLUMNS,
+    LayerFormats,
+    MatrixFormat,
+)
+from .fp4 import MODELOPT, MXFP4_PACKED, NVFP4_PACKED, fp4_input_scales
 from .hf_config import HfConfig
 from .int4 import AWQ, GPTQ, GPTQ_V2, GROUP_STEP, PACKED
 from .messages import quote, show
@@ -24,8 +32,8 @@ from .section import Section
 
 KEY: Final = "quantization_config"
 DENSE_METHODS: Final = ("fp8", "compressed-tensors")
-# With int4, which is that of "compressed-tensors", too.
-INT4_METHODS: Final = (*DENSE_METHODS, "gptq", "awq")
+# With formats of four bits, which "compressed-tensors" has, too.
+FOUR_BIT_METHODS: Final = (*DENSE_METHODS, "gptq", "awq", MODELOPT)
 
 # Bounds on the time of matching: patterns come with the checkpoint, and matching tries every
 # alternative before it fails.
@@ -37,6 +45,10 @@ _MAX_CHOICES: Final = 8
 
 # Those of "compressed-tensors".
 _FP8_FORMATS: Final = ("float-quantized", "naive-quantized")
+_FP4_FORMATS: Final = (MXFP4_PACKED, NVFP4_PACKED)
+# Those of modelopt with weights in nvfp4; the second leaves inputs as they are.
+_NVFP4: Final = "NVFP4"
+_NVFP4_WEIGHTS: Final = "W4A16_NVFP4"
 # What stands before a regular expression, by the key that has it.
 _MARKS: Final = {"ignore": "re:", "dynamic": "-:"}
 
@@ -62,6 +74,7 @@ class Quantization:
         wildcards: Such paths with "*" for a part.
         patterns: Regular expressions of paths.
         are_substrings: Names may be anywhere in a path, as AWQ reads "modules_to_not_convert".
+        beginnings: Beginnings of such paths.
     """
 
     section: Section
@@ -72,6 +85,7 @@ class Quantization:
     wildcards: tuple[tuple[str, ...], ...] = ()
     patterns: tuple[re.Pattern[str], ...] = ()
     are_substrings: bool = False
+    beginnings: tuple[str, ...] = ()
 
     def excludes(self, module: str, prefixes: Sequence[str]) -> bool:
         """Returns whether a module has no scales.
@@ -133,7 +147,9 @@ class Quantization:
         return None if any(excluded) else self.format
 
     def _excludes(self, path: str) -> bool:
-        if path in self.names or any(pattern.match(path) for pattern in self.patterns):
+        if path in self.names or path.startswith(self.beginnings):
+            return True
+        if any(pattern.match(path) for pattern in self.patterns):
             return True
         if self.are_substrings:
             return any(name in path for name in self.names)
@@ -157,7 +173,7 @@ def read_quantization(hf: HfConfig, methods: Sequence[str]) -> Quantization | No
     Args:
         hf: The configuration.
         methods: The methods that the family has; "fp8", "compressed-tensors", "mxfp4", "gptq",
-            "awq".
+            "awq", "modelopt".
 
     Returns:
         What it says; None without the key.
@@ -183,10 +199,14 @@ def read_quantization(hf: HfConfig, methods: Sequence[str]) -> Quantization | No
         return _read_gptq(section)
     if method == "awq":
         return _read_awq(section)
-    formats = (*_FP8_FORMATS, *([PACKED] if "gptq" in methods else []))
+    if method == MODELOPT:
+        return _read_modelopt(section)
+    formats = (*_FP8_FORMATS, *([PACKED, *_FP4_FORMATS] if "gptq" in methods else []))
     _check(section, "format", *formats)
     if section.text("format") == PACKED:
         return _read_packed(section)
+    if section.text("format") in _FP4_FORMATS:
+        return _read_fp4_packed(section, section.text("format"))
     return _read_compressed_tensors(section)
 
 
@@ -235,6 +255,48 @@ def _read_packed(section: Section) -> Quantization:
     )
 
 
+def _read_fp4_packed(section: Section, layout: str) -> Quantization:
+    is_mxfp4 = layout == MXFP4_PACKED
+    weights = _weights_of_group(section, (layout,))
+    _check(weights, "num_bits", 4)
+    _check(weights, "type", "float")
+    _check(weights, "symmetric", True, default=True)
+    _check(weights, "strategy", "group" if is_mxfp4 else "tensor_group")
+    _check(weights, "group_size", MXFP4_COLUMNS if is_mxfp4 else NVFP4_COLUMNS)
+    name = "mxfp4" if is_mxfp4 else "nvfp4"
+    format = MatrixFormat(name, layout=layout, key=_place(section, "format"))
+    return _with_ignored(section, format)
+
+
+def _read_modelopt(section: Section) -> Quantization:
+    _check(section, "quant_algo", _NVFP4, _NVFP4_WEIGHTS)
+    _check(section, "kv_cache_scheme", None)
+    _check(section, "kv_cache_quant_algo", None)
+    # Beside the algorithm these say nothing new, but they may contradict it.
+    _check(section, "group_size", NVFP4_COLUMNS, default=NVFP4_COLUMNS)
+    if section.has("config_groups"):
+        weights = _weights_of(_group_of(section))
+        _check(weights, "num_bits", 4)
+        _check(weights, "type", "float")
+        _check(weights, "group_size", NVFP4_COLUMNS)
+    key = "exclude_modules" if section.has("exclude_modules") else "ignore"
+    names = section.strings(key) or []
+    for name in names:
+        if not re.fullmatch(r"[\w*.-]+", name):
+            raise section.refusal(key, "paths of modules, in which * stands for any characters")
+    ends = [name for name in names if name.find("*") == len(name) - 1]
+    inner = [name for name in names if "*" in name and name not in ends]
+    expressions = [".*".join(map(re.escape, name.split("*"))) + "$" for name in inner]
+    return Quantization(
+        section,
+        MatrixFormat("nvfp4", layout=MODELOPT, key=_place(section, "quant_algo")),
+        key,
+        frozenset(names),
+        patterns=_patterns(section, key, expressions),
+        beginnings=tuple(name[:-1] for name in ends),
+    )
+
+
 def _weights_of_group(section: Section, formats: Sequence[str]) -> Section:
     """What "compressed-tensors" says of the weights of its only group of modules."""
     _check(section, "kv_cache_scheme", None)
@@ -242,6 +304,24 @@ def _weights_of_group(section: Section, formats: Sequence[str]) -> Section:
     sparsity = section.section("sparsity_config")
     if sparsity is not None:
         _check(sparsity, "format", "dense", default="dense")
+    group = _group_of(section)
+    _check(group, "targets", ["Linear"])
+    _check(group, "format", *formats, default=formats[0])
+    _check(group, "output_activations", None)
+    return _weights_of(group)
+
+
+def _weights_of(group: Section) -> Section:
+    """What a group of modules says of weights."""
+    weights = group.section("weights")
+    if weights is None:
+        raise group.error("weights", "an object with num_bits and type")
+    _check(weights, "dynamic", False, default=False)
+    return weights
+
+
+def _group_of(section: Section) -> Section:
+    """The only group of modules of "compressed-tensors"."""
     groups = section.section("config_groups")
     if groups is None or not groups.values:
         raise section.error("config_groups", "an object with one group of modules")
@@ -251,14 +331,7 @@ def _weights_of_group(section: Section, formats: Sequence[str]) -> Section:
     group = groups.section(name)
     if group is None:
         raise groups.error(name, "an object with targets and weights")
-    _check(group, "targets", ["Linear"])
-    _check(group, "format", *formats, default=formats[0])
-    _check(group, "output_activations", None)
-    weights = group.section("weights")
-    if weights is None:
-        raise group.error("weights", "an object with num_bits, type and strategy")
-    _check(weights, "dynamic", False, default=False)
-    return weights
+    return group
 
 
 def _with_ignored(section: Section, format: MatrixFormat) -> Quantization:
@@ -427,23 +500,48 @@ def with_formats(
 
 
 def input_scales(tensors: Sequence[TensorSpec]) -> frozenset[str]:
-    """The scales of inputs that fp8 checkpoints may have, which are not used."""
-    return frozenset(
+    """The scales of inputs that checkpoints in fp8 and nvfp4 may have, which are not used."""
+    return fp4_input_scales(tensors) | {
         spec.source.removesuffix("weight") + "input_scale"
         for spec in tensors
-        if spec.dtypes == (FP8_DTYPE,)
-    )
+        if spec.dtypes == (FP8_DTYPE,) and spec.is_matrix
+    }
+
+
+def input_notes(hf: HfConfig) -> list[str]:
+    """Says so where files of four bits are made for products with inputs of four bits.
+
+    Args:
+        hf: A configuration that was translated.
+    """
+    section = hf.top.section(KEY) or hf.text.section(KEY)
+    if section is None:
+        return []
+    if section.values.get("format") in _FP4_FORMATS:
+        has_inputs = _group_of(section).values.get("input_activations") is not None
+    else:
+        has_inputs = section.values.get("quant_algo") == _NVFP4
+    if not has_inputs:
+        return []
+    return [
+        f"{section.source} is made for inputs of four bits; Paceline reads the weights only, and "
+        "inputs are not quantised"
+    ]
 
 
 def check_plain_lm_head(quantization: Quantization | None, *, ties_lm_head: bool) -> None:
     """Refuses an lm_head with scales.
 
-    "fp8" of transformers always leaves it out; "compressed-tensors" names what it leaves out.
+    "fp8" of transformers always leaves it out; "compressed-tensors" and "modelopt" name what they
+    leave out.
 
     Raises:
         NotImplementedError: The lm_head is not left out.
     """
-    if quantization is None or ties_lm_head or quantization.excluded_key != "ignore":
+    if quantization is None or ties_lm_head:
+        return
+    key = quantization.excluded_key
+    if key not in ("ignore", "exclude_modules"):
         return
     if not quantization.excludes("lm_head", ("", "language_model.")):
-        raise quantization.section.refusal("ignore", 'a list with "lm_head"')
+        raise quantization.section.refusal(key, 'a list with "lm_head"')

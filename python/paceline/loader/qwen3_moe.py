@@ -23,7 +23,7 @@ from .family import Family, TensorSpec
 from .hf_config import HfConfig
 from .layer_types import FULL, check_full_layers
 from .quantization import (
-    INT4_METHODS,
+    FOUR_BIT_METHODS,
     Quantization,
     check_plain_lm_head,
     input_scales,
@@ -71,7 +71,7 @@ def qwen3_moe(hf: HfConfig) -> Family:
     is_sparse = _read_sparse_layers(text, sizes.layers, experts)
     ties = text.boolean("tie_word_embeddings", False)
     activation = read_activation(text, ("hidden_act",), "silu")
-    quantization = read_quantization(hf, INT4_METHODS)
+    quantization = read_quantization(hf, FOUR_BIT_METHODS)
     check_plain_lm_head(quantization, ties_lm_head=ties)
     layers = tuple(
         _with_expert_formats(layer, i, experts, quantization) if is_sparse[i] else layer

@@ -44,8 +44,9 @@ MatrixFormat read_format(const Json& object, std::string_view key, const Width& 
   if (!json) return {};
   const Json name = json->at("format");
   MatrixFormat format;
-  if (name.as_string() == "mxfp4") {
-    format.format = WeightFormat::kMxfp4;
+  if (name.as_string() == "mxfp4" || name.as_string() == "nvfp4") {
+    const bool is_mxfp4 = name.as_string() == "mxfp4";
+    format.format = is_mxfp4 ? WeightFormat::kMxfp4 : WeightFormat::kNvfp4;
     constexpr std::array<std::string_view, 1> kKeys = {"format"};
     json->check_keys(kKeys);
   } else if (name.as_string() == "fp8" && !is_of_experts) {
@@ -63,7 +64,7 @@ MatrixFormat read_format(const Json& object, std::string_view key, const Width& 
     format.has_zeros = read_switch(*json, "has_zeros");
     format.has_order = read_switch(*json, "has_order");
   } else {
-    name.refuse(is_of_experts ? "'mxfp4', 'int4'" : "'mxfp4', 'fp8', 'int4'");
+    name.refuse(is_of_experts ? "'mxfp4', 'nvfp4', 'int4'" : "'mxfp4', 'nvfp4', 'fp8', 'int4'");
   }
   if (width.columns % kMxfp4Columns != 0) {
     name.refuse(concat("a format only where ", width.name, " is a multiple of ", kMxfp4Columns,

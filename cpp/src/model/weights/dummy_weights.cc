@@ -42,6 +42,7 @@ constexpr int64_t kQuantiles = 1 << 16;
 constexpr float kFp8Scale = 0.0002f;
 constexpr float kExactFp8Scale = 0x1p-12f;  // 0.00024, where scales are powers of two
 constexpr uint8_t kMxfp4Scale = 127 - 6;    // 2^-6: the elements are up to 6 * 2^-6 = 0.094
+constexpr float kNvfp4Scale = 0x1p-6f;      // the same, so that elements are drawn alike
 
 // The element of a format with this many magnitudes, below the sign bit, that is nearest to
 // `value`.
@@ -200,6 +201,8 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
         return draw_from(fp8_bytes);
       case WeightKind::kMxfp4Scales:
         return fill_elements(ctx, kMxfp4Scale, named, arena);
+      case WeightKind::kNvfp4Scales:
+        return fill_elements(ctx, kNvfp4Scale, named, arena);
       case WeightKind::kFp8Scales:
         named.has_exact_scales = named.needs_exact_scales;
         return fill(named.needs_exact_scales ? kExactFp8Scale : kFp8Scale, named.arena_elements(),

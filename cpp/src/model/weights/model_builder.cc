@@ -145,6 +145,7 @@ constexpr std::string_view kTokenMap = "draft_to_target";
     case WeightKind::kInt4Codes:
     case WeightKind::kInt4Zeros:
     case WeightKind::kMxfp4Scales:
+    case WeightKind::kNvfp4Scales:
       return {&named.dtype, 1};
     case WeightKind::kFp8Scales:
       return kScales;
@@ -161,6 +162,17 @@ void check_device(const DecoderConfig& config, Device device) {
                    config.layers[layer].attention);
     if (!why.empty()) throw Unsupported(concat("layer ", layer, " of ", config.name, " has ", why));
   }
+}
+
+// Throws Unsupported where the device has no products for a format.
+void check_formats(const DecoderConfig& config, DecoderWeights& weights, Device device) {
+  if (device != Device::kCuda) return;
+  for_each_linear(config, weights, [&](const auto&, const LinearShape& shape) {
+    if (shape.format.format != WeightFormat::kNvfp4) return;
+    throw Unsupported(concat(quoted(shape.name), " of ", config.name,
+                             " is stored in nvfp4, which a GPU cannot multiply with yet; use the "
+                             "device \"cpu\", or a checkpoint in mxfp4, int4, fp8 or bfloat16"));
+  });
 }
 
 // What a tensor holds besides numbers that are copied as they are, converted and checked.
@@ -187,6 +199,7 @@ struct ModelBuilder::Impl {
     weights.dtype = weight_dtype;
     Carver counting(weight_dtype, device, /*base=*/nullptr);
     lay_out(model->config, counting, weights);
+    check_formats(model->config, weights, device);
     const std::string purpose = "the weights of " + model->config.name;
     if (device == Device::kCpu) check_fits(counting.bytes(), purpose, host_bytes());
     weights.arena = DeviceBuffer(device_memory(device), counting.bytes(), purpose);
@@ -276,7 +289,8 @@ struct ModelBuilder::Impl {
     CheckedValues values;  // ids are one matrix
     const bool is_int4 = has_int4_bytes(named);
     if (!is_int4 && named.kind != WeightKind::kIds && named.kind != WeightKind::kMxfp4Scales &&
-        named.kind != WeightKind::kFp8Scales && !named.needs_finite) {
+        named.kind != WeightKind::kNvfp4Scales && named.kind != WeightKind::kFp8Scales &&
+        !named.needs_finite) {
       return values;
     }
     if (named.kind == WeightKind::kFp8Scales) {
@@ -298,6 +312,8 @@ struct ModelBuilder::Impl {
         read_int4_bytes(named, first, matrix, dtype, values.bytes);
       } else if (named.kind == WeightKind::kMxfp4Scales) {
         check_mxfp4_scales(named, first, matrix);
+      } else if (named.kind == WeightKind::kNvfp4Scales) {
+        check_nvfp4_scales(named, first, matrix);
       } else if (named.needs_finite) {
         check_finite(named, first, matrix, dtype);
       } else {
@@ -333,7 +349,7 @@ struct ModelBuilder::Impl {
   void read(NamedWeight& named, DType dtype, const ReadBytes& read_bytes) {
     const DeviceBuffer& arena = model->weights.arena;
     if (named.kind == WeightKind::kIds || named.kind == WeightKind::kFp8Scales ||
-        has_int4_bytes(named) || named.needs_finite) {
+        named.kind == WeightKind::kNvfp4Scales || has_int4_bytes(named) || named.needs_finite) {
       std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
       read_bytes(0, bytes);
       const SourceTensor source = source_tensor(named, named.dims(), /*strides=*/{}, bytes.data());

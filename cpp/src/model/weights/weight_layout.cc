@@ -65,6 +65,10 @@ namespace {
     matrix.has_zeros = shape.format.has_zeros;
     matrix.has_order = shape.format.has_order;
   }
+  if (matrix.format == WeightFormat::kNvfp4) {
+    matrix.scale_rows = 1;
+    matrix.scale_cols = kNvfp4Columns;
+  }
   return matrix;
 }
 
@@ -215,12 +219,16 @@ void Carver::add_elements(const WeightPart& part, const LinearShape& shape,
       add_dim(shape.cols);
       break;
     case WeightFormat::kMxfp4:
+    case WeightFormat::kNvfp4: {
+      const int32_t block =
+          shape.format.format == WeightFormat::kMxfp4 ? kMxfp4Columns : kNvfp4Columns;
       named.dtype = DType::kUInt8;
       named.kind = WeightKind::kCodes;
       add_dim(part.rows);
-      add_dim(shape.cols / kMxfp4Columns);
-      add_dim(kMxfp4Columns / 2);
+      add_dim(shape.cols / block);
+      add_dim(block / 2);
       break;
+    }
     case WeightFormat::kInt4:
       named.dtype = DType::kUInt8;
       named.kind = WeightKind::kInt4Codes;
@@ -246,6 +254,12 @@ void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
   NamedWeight named = {.name = part.name + ".scales"};
   const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
   if (part.num_experts > 0) add_dim(part.num_experts);
+  if (matrix.format == WeightFormat::kNvfp4) {
+    named.kind = WeightKind::kNvfp4Scales;
+    add_dim(part.rows);
+    add_dim(matrix.num_scale_cols());
+    return add(std::move(named));
+  }
   if (matrix.format == WeightFormat::kMxfp4) {
     named.dtype = DType::kUInt8;
     named.kind = WeightKind::kMxfp4Scales;

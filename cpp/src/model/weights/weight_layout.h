@@ -33,8 +33,9 @@ enum class WeightKind : uint8_t {
   kNumbers,      // row-major, converted to `dtype`
   kIds,          // of tokens or experts
   kTransposed,   // numbers, [experts, cols, rows] in the tensor and [experts, rows, cols] here
-  kCodes,        // elements of fp8 or mxfp4, byte for byte
+  kCodes,        // elements of fp8, mxfp4 or nvfp4, byte for byte
   kMxfp4Scales,  // byte for byte; 255 means NaN
+  kNvfp4Scales,  // float32, byte for byte
   // Numbers, [rows, cols]: the first rows of scales in the tensor come `repeats` times each, until
   // there are `arena_rows`.
   kFp8Scales,

@@ -97,6 +97,19 @@ void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMat
   }
 }
 
+void check_nvfp4_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source) {
+  // Elements are from 0.5 to 6: the values are normal numbers or 0.
+  constexpr float kLeast = 0x1p-125f;
+  constexpr float kMost = 0x1p125f;
+  for_each_number(first, source, DType::kFloat32, [&](int64_t index, float scale) {
+    const float magnitude = std::fabs(scale);
+    if (scale == 0 || (magnitude >= kLeast && magnitude <= kMost)) return;
+    throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ", scale,
+                                 "; allowed: 0, and magnitudes from 2^-125 to 2^125. The tensor is "
+                                 "damaged: download or convert it again"));
+  });
+}
+
 void read_fp8_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source,
                      DType dtype, std::span<float> scales) {
   const int64_t width = named.scale_cols();

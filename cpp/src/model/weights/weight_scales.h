@@ -26,6 +26,9 @@ void check_finite(const NamedWeight& named, int64_t first, const SourceMatrix& s
 void check_mxfp4_scales(const NamedWeight& named, int64_t first, std::span<const std::byte> scales);
 void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source);
 
+// Refuses scales that a value of a bfloat16 overflows or underflows with.
+void check_nvfp4_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source);
+
 // Writes scales to where they lie in the arena, [arena_rows, scale_cols]. Refuses those that are
 // NaN or infinite.
 void read_fp8_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source,

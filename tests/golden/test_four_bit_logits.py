@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Int4 models against transformers, which computes with the dequantised weights; and drafters."""
+"""Models of four bits against transformers, with the dequantised weights; and drafters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from int4_models import INT4_METHODS
 from logits_golden import assert_close, logits_of
 from paceline import LLM, SamplingParams
+from quantized_models import FP4_METHODS
 from tiny_models import TinySpec, make, plain_copy, reference_logits
 
 pytestmark = pytest.mark.golden
@@ -27,12 +28,15 @@ PROMPT = [5, 17, 3, 99, 64, 21, 8, 77, 40, 2, 63, 31, 12]
 PROMPTS = [[5, 17, 3, 99], [64, 21, 8, 77, 40, 2], [63], [31, 12, 9, 55, 70]]
 
 
+IN_ORDER = [*(name for name, m in INT4_METHODS.items() if not m.has_order), *FP4_METHODS]
+
+
 def spec_of(family: str, method: str, **changes: Any) -> TinySpec:
     sizes = SIZES | ({"expert_size": 128} if family == "qwen3_moe" else {})
     return TinySpec(family, quantization=method, **(sizes | changes))
 
 
-@pytest.mark.parametrize("method", INT4_METHODS)
+@pytest.mark.parametrize("method", [*INT4_METHODS, *FP4_METHODS])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_logits_are_those_of_the_dequantised_model(family: str, method: str) -> None:
     path = make(spec_of(family, method))
@@ -41,7 +45,7 @@ def test_logits_are_those_of_the_dequantised_model(family: str, method: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", [name for name, m in INT4_METHODS.items() if not m.has_order])
+@pytest.mark.parametrize("method", IN_ORDER)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
 def test_bits_are_those_of_the_dequantised_weights(family: str, method: str, dtype: str) -> None:
     """In one row and in many, whose products take different paths."""
@@ -78,6 +82,8 @@ def generate(path: Path, draft: Path | None, temperature: float) -> list[list[in
         ("qwen3", "gptq_order", "qwen3", "awq"),
         ("qwen3_moe", "w4a16_asym", "llama", "w4a16"),
         ("qwen3", "gptq", "llama", None),
+        ("qwen3_moe", "mxfp4_packed", "llama", "mxfp4_packed"),
+        ("qwen3", "nvfp4_packed", "qwen3", "modelopt"),
     ],
 )
 def test_drafters_change_no_token(
