@@ -269,18 +269,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   extern __shared__ __align__(1024) std::byte ring_storage[];
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
-  const Ring<Tile> ring = {.data = align_ring(ring_storage),
-                           .full = full,
-                           .empty = empty,
-                           .num_stages = args.num_stages,
-                           .arriving_bytes = args.stage_bytes};
-  const TilePlace place = {
-      .first_token = static_cast<int32_t>(blockIdx.x) * args.block_tokens,
-      .first_column = static_cast<int32_t>(blockIdx.y) * columns_of<Tile>(args)};
-  constexpr int32_t kBlockDepth = Tile::kSteps * Tile::kDepth;
-  const int32_t num_blocks = (args.k + kBlockDepth - 1) / kBlockDepth;
-  begin_ring<Tile>(ring, Tile::kArrivals);
-
+  const Ring<Tile> ring = begin_ring<Tile>(ring_storage, full, empty, args, Tile::kArrivals);
+  const TilePlace place = place_of<Tile>(args);
+  const int32_t num_blocks = num_blocks_of<Tile>(args);
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread < Tile::kConsumers) {
     return compute_tile<__nv_bfloat16, Tile>(ring, args, place, num_blocks);

@@ -262,25 +262,41 @@ __device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmA
   staged.write(y, args.y_stride, num_tokens, num_columns);
 }
 
-// Initialises the barriers of a ring, of which `arrivals` fill a stage, and lets the successor
-// start. All threads of the block call it.
 template <class Tile>
-__device__ __forceinline__ void begin_ring(const Ring<Tile>& ring, uint32_t arrivals) {
+__device__ __forceinline__ TilePlace place_of(const GemmArgs& args) {
+  return {.first_token = static_cast<int32_t>(blockIdx.x) * args.block_tokens,
+          .first_column = static_cast<int32_t>(blockIdx.y) * columns_of<Tile>(args)};
+}
+
+// The stages that hold all of K.
+template <class Tile>
+__device__ __forceinline__ int32_t num_blocks_of(const GemmArgs& args) {
+  constexpr int32_t kBlockDepth = Tile::kSteps * Tile::kDepth;
+  return (args.k + kBlockDepth - 1) / kBlockDepth;
+}
+
+// Makes a ring in dynamic and static shared memory, of which `arrivals` fill a stage, and lets the
+// successor start. All threads of the block call it.
+template <class Tile>
+__device__ __forceinline__ Ring<Tile> begin_ring(std::byte* storage, uint64_t* full,
+                                                 uint64_t* empty, const GemmArgs& args,
+                                                 uint32_t arrivals) {
   if (threadIdx.x == 0) {
-    for (int32_t stage = 0; stage < ring.num_stages; ++stage) {
-      barrier_init(&ring.full[stage], arrivals);
-      barrier_init(&ring.empty[stage], Tile::kGroups * 4);
+    for (int32_t stage = 0; stage < args.num_stages; ++stage) {
+      barrier_init(&full[stage], arrivals);
+      barrier_init(&empty[stage], Tile::kGroups * 4);
     }
     barrier_init_fence();
   }
   __syncthreads();
   let_successor_start();
-}
-
-// Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
-__device__ __forceinline__ std::byte* align_ring(std::byte* storage) {
-  return reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(storage) + 1023) &
-                                      ~uintptr_t{1023});
+  return {// Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
+          .data = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(storage) + 1023) &
+                                               ~uintptr_t{1023}),
+          .full = full,
+          .empty = empty,
+          .num_stages = args.num_stages,
+          .arriving_bytes = args.stage_bytes};
 }
 
 template <class Out, class Tile>
@@ -291,18 +307,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) std::byte ring_storage[];
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
-  const Ring<Tile> ring = {.data = align_ring(ring_storage),
-                           .full = full,
-                           .empty = empty,
-                           .num_stages = args.num_stages,
-                           .arriving_bytes = args.stage_bytes};
-  const TilePlace place = {
-      .first_token = static_cast<int32_t>(blockIdx.x) * args.block_tokens,
-      .first_column = static_cast<int32_t>(blockIdx.y) * columns_of<Tile>(args)};
-  constexpr int32_t kBlockDepth = Tile::kSteps * Tile::kDepth;
-  const int32_t num_blocks = (args.k + kBlockDepth - 1) / kBlockDepth;
-  begin_ring<Tile>(ring, 1);
-
+  const Ring<Tile> ring = begin_ring<Tile>(ring_storage, full, empty, args, /*arrivals=*/1);
+  const TilePlace place = place_of<Tile>(args);
+  const int32_t num_blocks = num_blocks_of<Tile>(args);
   if (threadIdx.x < Tile::kConsumers) return compute_tile<Out, Tile>(ring, args, place, num_blocks);
   if (threadIdx.x == Tile::kConsumers) {
     produce<Tile>(ring, &weight_map, &token_map, place.first_column, place.first_token, num_blocks,
