@@ -19,16 +19,6 @@ namespace {
 // The pause before the engine tries again to allocate memory.
 constexpr std::chrono::milliseconds kMemoryRetry{10};
 
-std::string message_of(const std::exception_ptr& cause) {
-  try {
-    std::rethrow_exception(cause);
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of an unknown type";
-  }
-}
-
 bool has_begun(const std::unique_ptr<Sequence>& sample) {
   return sample == nullptr || sample->newest_prefill >= 0;  // null: it has ended
 }
