@@ -141,6 +141,9 @@ struct ExecutorOptions {
   int32_t state_interval = 0;
   // CPU threads that run the ops, 1..1024; 0 is all cores.
   int32_t num_threads = 0;
+  // Ranks that share a model, 1..8 (docs/tensor-parallel.md). On the CPU they are threads, which
+  // share num_threads; CUDA takes 1.
+  int32_t tensor_parallel_size = 1;
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
   // request may ask for logprobs, and no memory is reserved for them.
   int32_t max_logprobs = 0;
@@ -221,6 +224,7 @@ inline constexpr int32_t max_waiting_requests = 1073741824;
 inline constexpr int32_t block_size = 256;
 inline constexpr int32_t state_interval = 1073741824;
 inline constexpr int32_t num_threads = 1024;
+inline constexpr int32_t tensor_parallel_size = 8;
 inline constexpr int32_t max_logprobs = 64;
 inline constexpr double log_interval_s = 86400;
 inline constexpr double hang_timeout_s = 86400;
@@ -264,6 +268,7 @@ void visit_options(Options& o, const Visit& visit) {
   visit("enable_prefix_caching", o.enable_prefix_caching);
   visit("state_interval", o.state_interval);
   visit("num_threads", o.num_threads, 0, largest::num_threads);
+  visit("tensor_parallel_size", o.tensor_parallel_size, 1, largest::tensor_parallel_size);
   visit("max_logprobs", o.max_logprobs, 0, largest::max_logprobs);
   visit_options(o.speculative, visit);
   visit("log_interval_s", o.log_interval_s, 0, largest::log_interval_s);
@@ -307,6 +312,7 @@ void visit_given(const Given& given, ExecutorOptions& o, const Visit& visit) {
   visit(given.block_size, o.block_size);
   visit(given.state_interval, o.state_interval);
   visit(given.num_threads, o.num_threads);
+  visit(given.tensor_parallel_size, o.tensor_parallel_size);
   visit(given.hang_timeout_s, o.hang_timeout_s);
   visit(given.num_speculative_tokens, o.speculative.num_speculative_tokens);
   visit(given.prompt_lookup_min, o.speculative.prompt_lookup_min);
