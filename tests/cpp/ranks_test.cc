@@ -20,6 +20,7 @@
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
 #include "engine/engine.h"
+#include "executor/option_checks.h"
 #include "model/description/kv_shapes.h"
 #include "model/weights/rank_model.h"
 #include "ops/gather.h"
@@ -288,6 +289,12 @@ TEST(Ranks, AModelThatCannotBeSharedSaysWhichNumbersWork) {
   null.use_null_device = true;
   EXPECT_THAT(message_of<InvalidArgument>([&] { Executor(model, nullptr, null); }),
               HasSubstr("use_null_device"));
+  Model on_gpu;
+  on_gpu.config = model->config;
+  on_gpu.device = Device::kCuda;
+  EXPECT_THAT(message_of<Unsupported>([&] { check_options(options_of(2, 0), on_gpu, nullptr); }),
+              AllOf(HasSubstr("tensor_parallel_size is 2"), HasSubstr("device cuda"),
+                    HasSubstr("allowed there: 1")));
 }
 
 TEST(Ranks, MemoryIsThatOfAllRanks) {
