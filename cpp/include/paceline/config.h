@@ -123,7 +123,8 @@ struct ExecutorOptions {
   int32_t prefill_chunk_size = 0;
   // Largest number of queued requests; 0 is no bound.
   int32_t max_waiting_requests = 0;
-  // Size of the KV pool of all groups, in bytes; 0 is the size that default_kv_cache_size() gives.
+  // Size of the KV pool of all groups, in bytes, of each rank; 0 is the size that
+  // default_kv_cache_size() gives.
   int64_t kv_cache_bytes = 0;
   // Instead of kv_cache_bytes, on CUDA only: the fraction of the GPU's memory that the engine may
   // use for the weights of both models, the workspace, captured graphs and the KV pool together, in

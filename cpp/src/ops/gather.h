@@ -30,7 +30,8 @@ struct GatherColumnsParams {
   DType dtype = DType::kFloat32;
   RankHandle ranks;
 };
-// Throws DeviceError when the group has failed, and when a rank does not come in time.
+// Throws DeviceError when the group has failed, and when a rank does not come in time. There is no
+// overload of CudaContext yet, so check_options refuses several ranks on a GPU.
 void gather_columns(CpuContext&, const GatherColumnsParams&);
 
 }  // namespace paceline
