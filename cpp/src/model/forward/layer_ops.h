@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/check.h"
 #include "metadata/pass_rows.h"
 #include "model/description/decoder_config.h"
 #include "model/forward/activations.h"
@@ -44,6 +45,7 @@ struct Projection {
 // y = x W^T (+ bias).
 [[nodiscard]] inline GemmParams gemm_params(const RowCount& rows, const Linear& linear,
                                             const Projection& p) {
+  PACELINE_CHECK(linear.rows.empty(), "the rows of a rank lie in several places: see project");
   const int64_t x_width = int64_t{linear.num_groups} * linear.weight.k;
   return {.num_rows = rows.num_rows,
           .max_rows = rows.max_rows,
