@@ -64,8 +64,6 @@ std::string_view shard_axis_name(ShardAxis axis) {
       return "none";
     case ShardAxis::kRows:
       return "rows";
-    case ShardAxis::kColumns:
-      return "columns";
   }
   return "none";
 }
@@ -124,8 +122,8 @@ Returns:
     and "cols", whose product is the number of multiply-adds for one row; "bytes" that a product
     reads, with scales and with the padding that fp8 and mxfp4 have on a GPU; "is_for_logits", whether it is computed only for rows whose logits are needed;
     "num_experts", if above 0, of how many experts the entry describes one, and "top_k", how many of
-    them a row chooses; and "shard_axis", "rows", "columns" or "none": how the matrix would be split
-    over several devices.
+    them a row chooses; and "shard_axis", "rows" or "none": whether ranks share the matrix, or each
+    has all of it.
 
 Raises:
     ValueError: A key of the description that is missing, unknown or not allowed.

@@ -58,7 +58,6 @@ class AsyncLLM:
         load_format: str = "auto",
         revision: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        tensor_parallel_size: int = 1,
         show_progress: bool = True,
         **engine: Unpack[EngineArguments],
     ) -> None:
@@ -75,12 +74,7 @@ class AsyncLLM:
             Exception: As for `LLM`.
         """
         options, unknown = split_unknown(engine)
-        check_unknown(
-            "AsyncLLM",
-            AsyncLLM.__init__,
-            unknown,
-            {**options, "tensor_parallel_size": tensor_parallel_size},
-        )
+        check_unknown("AsyncLLM", AsyncLLM.__init__, unknown, options)
         llm = LLM(
             model,
             speculative_config=speculative_config,
@@ -88,7 +82,6 @@ class AsyncLLM:
             load_format=load_format,
             revision=revision,
             cache_dir=cache_dir,
-            tensor_parallel_size=tensor_parallel_size,
             show_progress=show_progress,
             **engine,
         )

@@ -27,6 +27,7 @@ class EngineArguments(TypedDict, total=False):
     enable_prefix_caching: bool
     state_interval: int | None
     num_threads: int | None
+    tensor_parallel_size: int
     seed: int
     max_logprobs: int
     chat_template: str | os.PathLike[str] | None
@@ -60,6 +61,7 @@ class ExecutorOptions(TypedDict):
     enable_prefix_caching: bool
     state_interval: int
     num_threads: int
+    tensor_parallel_size: int
     max_logprobs: int
     log_interval_s: float
     hang_timeout_s: float
@@ -86,6 +88,7 @@ class EngineFields:
     enable_prefix_caching: bool = True
     state_interval: int | None = None
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     seed: int = 0
     max_logprobs: int = 20
     chat_template: str | os.PathLike[str] | None = None

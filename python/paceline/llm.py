@@ -13,7 +13,6 @@ from paceline._core import ModelNotFoundError
 from paceline.checks import (
     MODEL,
     check_choice,
-    check_int,
     check_keywords,
     check_path,
     check_revision,
@@ -60,7 +59,6 @@ class LLM(RunningLLM):
         load_format: str = "auto",
         revision: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        tensor_parallel_size: int = 1,
         show_progress: bool = True,
         **engine: Unpack[EngineArguments],
     ) -> None:
@@ -88,7 +86,6 @@ class LLM(RunningLLM):
                 branch. (`speculative_config` has a key of that name for the drafter.)
             cache_dir: The hub's cache, for target and drafter. None = that of huggingface_hub,
                 whose environment variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ...
-            tensor_parallel_size: Number of GPUs that a model is divided over. Only 1 is supported.
             **engine: options.toml describes each.
             show_progress: Show progress bars while models are downloaded and loaded, and while CUDA
                 graphs are captured, if standard error is a terminal. (The logger "paceline" reports
@@ -109,17 +106,11 @@ class LLM(RunningLLM):
             RuntimeError: The Python interpreter is exiting.
         """
         options, unknown = split_unknown(engine)
-        check_unknown(
-            "LLM",
-            LLM.__init__,
-            unknown,
-            {**options, "tensor_parallel_size": tensor_parallel_size},
-        )
+        check_unknown("LLM", LLM.__init__, unknown, options)
         check_path("model", model, MODEL)
         check_revision("revision", revision)
         if cache_dir is not None:
             check_path("cache_dir", cache_dir, "the folder of the hub's cache")
-        _check_tensor_parallel_size(tensor_parallel_size)
         check_choice("load_format", load_format, LOAD_FORMATS)
         config = EngineConfig(**options)
         speculative = None
@@ -322,11 +313,3 @@ class LLM(RunningLLM):
                 show_progress=show_progress,
                 **engine | {"device": loaded.model.device},
             )
-
-
-def _check_tensor_parallel_size(value: int) -> None:
-    if check_int("tensor_parallel_size", value, 1) > 1:
-        raise NotImplementedError(
-            f"tensor_parallel_size is {shorten(value)}, which is not supported yet; allowed: 1, "
-            "because a model runs on one GPU"
-        )

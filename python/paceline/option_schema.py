@@ -168,7 +168,8 @@ class Option:
         values = "" if kind in ("bool", "str") else f"; {self.allowed}".removesuffix(", or None")
         derived = f"{first[:1].lower()}{first[1:]}{values} (default: {stated})"
         text = cli.get("help", derived.replace("%", "%%"))
-        group.add_argument(self.flag, help=self.text(text), **keywords)
+        names = [self.flag, *([cli["alias"]] if "alias" in cli else [])]
+        group.add_argument(*names, help=self.text(text), **keywords)
 
 
 def _read(table: str) -> dict[str, Option]:

@@ -161,7 +161,8 @@ class RunningEngine:
             under "groups" one dict per KV group, whose "max_bytes" is what all sequences together
             can hold in it; under "kv_capacity" the "tokens" that the pool has room for and, with
             recurrent layers, the "states" instead; and under "kv_cache_rule" the reason for the
-            size of the pool.
+            size of the pool. With several ranks, bytes are those of all of them together, but slabs
+            and groups are those of one.
         """
         report = self._dispatcher.call(lambda executor: executor.memory_report())
         for group in report["groups"]:

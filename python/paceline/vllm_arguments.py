@@ -85,7 +85,6 @@ _FEWER_VALUES: Final[dict[str, dict[str, Advice]]] = {
             "'auto' loads a checkpoint in float16 as float32, which is lossless",
             ("auto", "float32", "bfloat16"),
         ),
-        "tensor_parallel_size": Advice(_TABLES["texts"]["one_gpu"], (1,)),
     },
 }
 _SAME: Final = {

@@ -174,8 +174,8 @@ TEST(WeightLayout, LinearsHaveTheirShardAxis) {
   Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
   lay_out(config, carver, weights);
   const std::map<std::string, ShardAxis> axes = {
-      {"qkv", ShardAxis::kRows},     {"o", ShardAxis::kColumns},    {"router", ShardAxis::kNone},
-      {"gate_up", ShardAxis::kRows}, {"down", ShardAxis::kColumns}, {"lm_head", ShardAxis::kRows}};
+      {"qkv", ShardAxis::kRows},     {"o", ShardAxis::kRows},    {"router", ShardAxis::kNone},
+      {"gate_up", ShardAxis::kRows}, {"down", ShardAxis::kRows}, {"lm_head", ShardAxis::kRows}};
   for_each_linear(config, weights, [&](const auto& linear, const LinearShape& shape) {
     EXPECT_EQ(linear.shard, axes.at(shape.name.substr(shape.name.rfind('.') + 1))) << shape.name;
   });

@@ -4,7 +4,7 @@
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
 position of drafts x device lateness x temperature x truncation, penalties and bias x
 size of the KV pool x neighbours that are cancelled at random x samples per request x prefix cache
-x number of drafts by iteration.
+x number of drafts by iteration x ranks that share the target.
 The prompts are branches of a random tree, and with the prefix cache all jobs run twice. The
 reference runs every sample as a separate plain request without that cache. Some drafters are for
 some targets only (`equality_models.is_possible`).
@@ -27,7 +27,16 @@ from typing import Any
 import pytest
 
 from equality_jobs import MAX_LOGPROBS, Outcome, as_separate_requests, jobs, run
-from equality_models import ASSISTANTS, BLOCKS, DRAFTERS, STAGES, TARGETS, is_possible, model
+from equality_models import (
+    ASSISTANTS,
+    BLOCKS,
+    DRAFTERS,
+    STAGES,
+    TARGETS,
+    is_possible,
+    model,
+    most_ranks,
+)
 from paceline import _core
 from paceline.loader import LoadedModel
 
@@ -60,6 +69,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     # Not 0: each iteration drafts another number of tokens.
     "draft_schedule_seed": (0, 1, 2),
+    # Fewer where the model cannot be shared by so many.
+    "ranks": (1, 2, 4),
 }
 
 
@@ -86,6 +97,7 @@ class Cell:
     num_threads: int
     dtype: str
     draft_schedule_seed: int
+    ranks: int
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self))
@@ -164,6 +176,7 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "block_size": cell.block_size,
         "enable_prefix_caching": cell.enable_prefix_caching,
         "num_threads": cell.num_threads,
+        "tensor_parallel_size": min(cell.ranks, most_ranks(cell.family, cell.drafter)),
         "num_speculative_tokens": cell.k,
         "draft_driver": cell.driver,
         "draft_stop_threshold": cell.draft_stop_threshold if can_stop else 0.0,

@@ -170,7 +170,7 @@ CASES: dict[str, Callable[[Path], object]] = {
         copy(TARGET, folder, quantization_config={"quant_method": "bitsandbytes"})
     ),
     "small_pool": lambda folder: llm(kv_cache_bytes=1000),
-    "tensor_parallel": lambda folder: llm(tensor_parallel_size=2),
+    "tensor_parallel": lambda folder: llm(tensor_parallel_size=3),
     "tokenizers": other_tokens,
     "too_long": lambda folder: with_llm(lambda engine: engine.generate([[1] * 64])),
     "unknown_parameter": lambda folder: SamplingParams(best_of=2),  # type: ignore[arg-type]

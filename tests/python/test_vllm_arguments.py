@@ -27,14 +27,17 @@ def refuses(call: Callable[[], Any], *parts: object, kind: type[Exception] = Val
 
 
 def test_arguments_of_other_engines(target_dir: Path) -> None:
-    allowed = "allowed: 1, because a model runs on one GPU"
     refuses(
-        lambda: LLM(target_dir, tensor_parallel_size=2),
-        "tensor_parallel_size is 2",
-        allowed,
+        lambda: LLM(target_dir, tensor_parallel_size=3),
+        "tensor_parallel_size is 3",
+        "allowed for this model: 1, 2, 4",
         kind=NotImplementedError,
     )
-    refuses(lambda: LLM(target_dir, tensor_parallel_size=0), "tensor_parallel_size is 0")
+    for number in (0, 9):
+        refuses(
+            functools.partial(LLM, target_dir, tensor_parallel_size=number),
+            f"tensor_parallel_size is {number}; allowed: an integer from 1 to 8",
+        )
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, 90, float("nan"), "0.9", True, b"1", 10**400])
@@ -182,7 +185,6 @@ def test_arguments_that_would_change_something_are_refused_together(target_dir: 
             target_dir,
             quantization="awq",
             trust_remote_code=True,
-            tensor_parallel_size=2,
             kv_cache_dtype="fp8",
             max_num_seq=3,
             dtype="half",
@@ -193,12 +195,11 @@ def test_arguments_that_would_change_something_are_refused_together(target_dir: 
             "\n  kv_cache_dtype='fp8': leave it out: the KV has the dtype",
             "\n  max_num_seq=3: did you mean max_num_seqs?",
             "\n  dtype='half': 'auto' loads a checkpoint in float16 as float32",
-            "\n  tensor_parallel_size=2: leave it out: a model runs on one GPU",
             "\nit has: model, ",
             kind=TypeError,
         )
-        call = functools.partial(kind, target_dir, tensor_parallel_size=2, dtype="half")
-        refuses(call, "dtype='half': ", "tensor_parallel_size=2: ", kind=TypeError)
+        call = functools.partial(kind, target_dir, quantization="awq", dtype="half")
+        refuses(call, "quantization='awq': ", "dtype='half': ", kind=TypeError)
     beams: Any = {"best_of": 2, "use_beam_search": True}
     refuses(
         lambda: SamplingParams(**beams),

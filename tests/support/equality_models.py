@@ -152,6 +152,13 @@ def is_possible(family: str, drafter: str) -> bool:
     return isinstance(spec, TinySpec) or (drafter not in HEADS and drafter not in BLOCKS)
 
 
+def most_ranks(family: str, drafter: str) -> int:
+    """The most ranks, of 1, 2 and 4, that can share the target beside the drafter."""
+    if drafter in ASSISTANTS:  # they read the target's KV
+        return 1
+    return 2 if family == "deepseek_v4" else 4  # it has two groups of heads
+
+
 @functools.cache
 def model(family: str, variant: str, dtype: str) -> LoadedModel:
     """A target ("target"), or a drafter for it that is a model."""

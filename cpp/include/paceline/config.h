@@ -123,7 +123,8 @@ struct ExecutorOptions {
   int32_t prefill_chunk_size = 0;
   // Largest number of queued requests; 0 is no bound.
   int32_t max_waiting_requests = 0;
-  // Size of the KV pool of all groups, in bytes; 0 is the size that default_kv_cache_size() gives.
+  // Size of the KV pool of all groups, in bytes, of each rank; 0 is the size that
+  // default_kv_cache_size() gives.
   int64_t kv_cache_bytes = 0;
   // Instead of kv_cache_bytes, on CUDA only: the fraction of the GPU's memory that the engine may
   // use for the weights of both models, the workspace, captured graphs and the KV pool together, in
@@ -141,6 +142,9 @@ struct ExecutorOptions {
   int32_t state_interval = 0;
   // CPU threads that run the ops, 1..1024; 0 is all cores.
   int32_t num_threads = 0;
+  // Ranks that share a model, 1..8 (docs/tensor-parallel.md). On the CPU they are threads, which
+  // share num_threads; CUDA takes 1.
+  int32_t tensor_parallel_size = 1;
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
   // request may ask for logprobs, and no memory is reserved for them.
   int32_t max_logprobs = 0;
@@ -221,6 +225,7 @@ inline constexpr int32_t max_waiting_requests = 1073741824;
 inline constexpr int32_t block_size = 256;
 inline constexpr int32_t state_interval = 1073741824;
 inline constexpr int32_t num_threads = 1024;
+inline constexpr int32_t tensor_parallel_size = 8;
 inline constexpr int32_t max_logprobs = 64;
 inline constexpr double log_interval_s = 86400;
 inline constexpr double hang_timeout_s = 86400;
@@ -264,6 +269,7 @@ void visit_options(Options& o, const Visit& visit) {
   visit("enable_prefix_caching", o.enable_prefix_caching);
   visit("state_interval", o.state_interval);
   visit("num_threads", o.num_threads, 0, largest::num_threads);
+  visit("tensor_parallel_size", o.tensor_parallel_size, 1, largest::tensor_parallel_size);
   visit("max_logprobs", o.max_logprobs, 0, largest::max_logprobs);
   visit_options(o.speculative, visit);
   visit("log_interval_s", o.log_interval_s, 0, largest::log_interval_s);
@@ -307,6 +313,7 @@ void visit_given(const Given& given, ExecutorOptions& o, const Visit& visit) {
   visit(given.block_size, o.block_size);
   visit(given.state_interval, o.state_interval);
   visit(given.num_threads, o.num_threads);
+  visit(given.tensor_parallel_size, o.tensor_parallel_size);
   visit(given.hang_timeout_s, o.hang_timeout_s);
   visit(given.num_speculative_tokens, o.speculative.num_speculative_tokens);
   visit(given.prompt_lookup_min, o.speculative.prompt_lookup_min);

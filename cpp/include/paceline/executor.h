@@ -19,7 +19,8 @@
 
 namespace paceline {
 
-// Bytes by purpose.
+// Bytes by purpose. With several ranks, weights, the pool and the workspace are those of all ranks
+// together; slabs, groups and blocks are those of one.
 struct MemoryReport {
   struct Group {
     std::string owner;  // "target" or "draft"

@@ -91,6 +91,9 @@ typedef struct paceline_options {
   // tokens, which is a multiple of block_size, and at the ends of prompts and outputs. 0 is 4,096,
   // or the largest multiple of block_size below.
   int32_t state_interval;
+  // Ranks that share a model, 1..8 (docs/tensor-parallel.md). On the CPU they are threads, which
+  // share num_threads; CUDA takes 1.
+  int32_t tensor_parallel_size;
   // Seconds, up to 86,400, after which an iteration that the device has not completed is a failure
   // of the device, which poll() raises like any other; 0 is off. Longer than the longest iteration.
   // The destructor still waits for the device.

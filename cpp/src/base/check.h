@@ -4,6 +4,7 @@
 // PACELINE_CHECK(condition, parts...) checks an invariant of the library. It throws InternalError
 // with the parts streamed into the message. User input is checked with InvalidArgument instead.
 
+#include <exception>
 #include <source_location>
 #include <sstream>
 #include <string>
@@ -19,6 +20,9 @@ template <class... Parts>
   (out << ... << parts);
   return out.str();
 }
+
+// What an exception says.
+[[nodiscard]] std::string message_of(const std::exception_ptr& cause);
 
 [[noreturn]] void throw_check_failure(const char* condition, const std::string& message,
                                       std::source_location where);

@@ -34,6 +34,16 @@ void throw_check_failure(const char* condition, const std::string& message,
                              message));
 }
 
+std::string message_of(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of an unknown type";
+  }
+}
+
 void rethrow_as_error() {
   try {
     throw;

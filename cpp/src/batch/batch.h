@@ -28,7 +28,7 @@ struct HiddenCopy {
   int32_t first_verify_row = 0;
   int32_t num_rows = 0;
   std::vector<int32_t> layers;  // see Request::hidden_layers
-  DeviceValues destination;     // [layers, prompt_len, hidden]
+  DeviceValues destination;     // [layers, prompt_len, hidden]; null: another rank copies them
   int32_t destination_row = 0;
 };
 

@@ -19,16 +19,6 @@ namespace {
 // The pause before the engine tries again to allocate memory.
 constexpr std::chrono::milliseconds kMemoryRetry{10};
 
-std::string message_of(const std::exception_ptr& cause) {
-  try {
-    std::rethrow_exception(cause);
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of an unknown type";
-  }
-}
-
 bool has_begun(const std::unique_ptr<Sequence>& sample) {
   return sample == nullptr || sample->newest_prefill >= 0;  // null: it has ended
 }
@@ -130,8 +120,8 @@ void Engine::fail_if_hung(std::unique_lock<std::mutex>& lock) {
   if (waited_s <= options_.hang_timeout_s) return;
   failure_ = std::make_exception_ptr(DeviceError(
       concat("the device has not completed an iteration for ", waited_s, " s (hang_timeout_s is ",
-             options_.hang_timeout_s,
-             "); end this process and start another one, or raise hang_timeout_s if iterations "
+             options_.hang_timeout_s, ")", runner_->delay_cause(),
+             "; end this process and start another one, or raise hang_timeout_s if iterations "
              "may take so long")));
   wake_caller_.notify_all();
   lock.unlock();  // the log sink is called without it

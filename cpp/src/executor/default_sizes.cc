@@ -12,6 +12,7 @@
 #include "executor/setup.h"
 #include "model/description/kv_shapes.h"
 #include "model/weights/model_impl.h"
+#include "model/weights/rank_model.h"
 #include "runner/dtypes.h"
 #include "scheduler/scheduler.h"
 
@@ -138,7 +139,16 @@ class SizeChooser {
 
 DefaultSizes choose_sizes(const ExecutorOptions& given, const Model& target, const Model* draft,
                           std::optional<int64_t> free_bytes) {
-  return SizeChooser(given, target, draft, free_bytes).choose();
+  if (given.tensor_parallel_size <= 1) {
+    return SizeChooser(given, target, draft, free_bytes).choose();
+  }
+  // Each rank has a pool and a workspace of its own, which have the same sizes.
+  check_ranks(target, given.tensor_parallel_size);
+  const RankShare first = {.rank = 0, .num_ranks = given.tensor_parallel_size};
+  const std::optional<int64_t> free = free_bytes ? free_bytes : host_bytes().room();
+  const std::optional<int64_t> of_rank =
+      free ? std::optional(*free / given.tensor_parallel_size) : std::nullopt;
+  return SizeChooser(given, *rank_model(target, first), draft, of_rank).choose();
 }
 
 }  // namespace paceline

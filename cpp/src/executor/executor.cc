@@ -77,8 +77,9 @@ struct Executor::Impl {
         draft_lease(draft == target ? nullptr : draft.get()),
         sizes(choose_sizes(executor_options, *target, draft.get(), std::nullopt)),
         options(sizes.options),
-        layout(plan_layout(options, *target, draft.get())) {
-    std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options, progress);
+        targets(rank_targets(target, options)),
+        layout(plan_layout(options, *targets.front(), draft.get())) {
+    std::unique_ptr<Runner> runner = make_runner(targets, draft, layout, options, progress);
     workspace = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
     engine.emplace(engine_options(options, *target, draft.get()), layout, std::move(runner));
@@ -106,7 +107,8 @@ struct Executor::Impl {
   ModelLease draft_lease;  // of no model where it is the target
   DefaultSizes sizes;
   const ExecutorOptions& options;  // of sizes
-  KvLayout layout;
+  Targets targets;                 // by rank
+  KvLayout layout;                 // of each rank
   std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;
   std::optional<Engine> engine;
@@ -119,17 +121,20 @@ std::string Executor::Impl::start_line() const {
   // A length that is shortened has a line of its own.
   const bool has_rule = !sizes.model_len_rule.empty() && !sizes.is_shortened;
   const std::string rule = has_rule ? concat(" (", sizes.model_len_rule, ")") : std::string();
-  return concat("The engine has started on ", device_name(target->device), ": ",
+  const int32_t num_ranks = options.tensor_parallel_size;
+  const std::string ranks = num_ranks > 1 ? concat(" with ", num_ranks, " ranks") : std::string();
+  return concat("The engine has started on ", device_name(target->device), ranks, ": ",
                 options.max_num_seqs, " samples of up to ", options.max_model_len, " tokens", rule,
                 ", k = ", options.speculative.num_speculative_tokens, "; a KV pool of ",
-                mib(layout.pool_bytes), " MiB (", sizes.kv_cache_rule, ")", graphs);
+                mib(layout.pool_bytes), num_ranks > 1 ? " MiB a rank (" : " MiB (",
+                sizes.kv_cache_rule, ")", graphs);
 }
 
 MemoryReport Executor::Impl::memory_report() {
   const Engine::KvUsage usage = engine->kv_usage();
   MemoryReport report{.target_weight_bytes = target->weights.arena.bytes(),
                       .draft_weight_bytes = draft != nullptr ? draft->weights.arena.bytes() : 0,
-                      .kv_pool_bytes = layout.pool_bytes,
+                      .kv_pool_bytes = layout.pool_bytes * options.tensor_parallel_size,
                       .kv_cache_rule = sizes.kv_cache_rule,
                       .kv_slab_bytes = layout.slab_bytes,
                       .kv_num_slabs = layout.num_slabs,

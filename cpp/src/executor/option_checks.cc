@@ -6,10 +6,12 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <variant>
 
 #include "base/check.h"
 #include "kv/kv_layout.h"
 #include "model/weights/model_impl.h"
+#include "model/weights/rank_model.h"
 #include "wire/limits.h"
 
 namespace paceline {
@@ -225,6 +227,30 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
   }
 }
 
+void check_ranks(const ExecutorOptions& o, const Model& target, const Model* draft) {
+  const int32_t num_ranks = o.tensor_parallel_size;
+  if (num_ranks == 1) return;
+  const std::string named = concat("tensor_parallel_size is ", num_ranks);
+  if (target.device != Device::kCpu) {
+    throw Unsupported(concat(named, ", but the models are on device ", device_name(target.device),
+                             ", where ranks are not supported yet; allowed there: 1"));
+  }
+  if (o.use_null_device) {
+    throw InvalidArgument(
+        concat(named, " and use_null_device is true, which computes nothing; allowed with it: 1"));
+  }
+  check_ranks(target, num_ranks);
+  if (draft == nullptr) return;
+  for (const LayerConfig& layer : draft->config.layers) {
+    const bool reads_target =
+        std::visit([](const auto& attention) { return attention.reads_target; }, layer.attention);
+    if (!reads_target) continue;
+    throw Unsupported(concat(named, ", but the drafter ", draft->config.name,
+                             " reads the KV of the target, of which each rank has a part; allowed "
+                             "with this drafter: 1"));
+  }
+}
+
 }  // namespace
 
 void check_options(const ExecutorOptions& o, const DraftMethod* method) {
@@ -278,6 +304,7 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  " is a draft head; give the model that it was trained for as the "
                                  "target, and the draft head as the drafter"));
   }
+  check_ranks(o, target, draft);
   if (draft != nullptr) {
     check_drafter(*draft, target);
     check_block(o, draft->config);

@@ -14,7 +14,9 @@
 #include "graph/iteration_ring.h"
 #include "model/description/kv_shapes.h"
 #include "model/weights/model_impl.h"
+#include "model/weights/rank_model.h"
 #include "runner/null_runner.h"
+#include "runner/ranked_runner.h"
 #include "sample/synthetic_rates.h"
 #include "speculate/speculator.h"
 #include "wire/limits.h"
@@ -227,10 +229,21 @@ int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const
                                                activation_dtype(target, draft));
 }
 
-std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
+Targets rank_targets(const std::shared_ptr<const Model>& whole, const ExecutorOptions& o) {
+  const int32_t num_ranks = o.tensor_parallel_size;
+  if (num_ranks == 1) return {whole};
+  Targets targets;
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    targets.push_back(rank_model(*whole, {.rank = rank, .num_ranks = num_ranks}));
+  }
+  return targets;
+}
+
+std::unique_ptr<Runner> make_runner(const Targets& targets,
                                     const std::shared_ptr<const Model>& draft,
                                     const KvLayout& layout, const ExecutorOptions& o,
                                     [[maybe_unused]] const Executor::Progress& progress) {
+  const std::shared_ptr<const Model>& target = targets.front();
   const RunnerOptions runner = runner_options(o, *target, draft.get());
   if (o.use_null_device) {
     const InputCapacity capacity =
@@ -246,11 +259,21 @@ std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
   }
 #endif
   const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
-  return std::make_unique<CpuRunner>(target, draft, layout,
-                                     CpuRunnerOptions{.runner = runner,
-                                                      .num_threads = num_threads,
-                                                      .lateness = o.device_lateness,
-                                                      .poison_pool = o.poison_freed_blocks});
+  const auto num_ranks = static_cast<int32_t>(targets.size());
+  const auto make_rank = [&](const RankHandle& ranks) {
+    CpuRunnerOptions options = {
+        .runner = runner, .lateness = o.device_lateness, .poison_pool = o.poison_freed_blocks};
+    options.runner.ranks = ranks;
+    const RankShare share = {.rank = ranks.rank, .num_ranks = num_ranks};
+    options.num_threads = std::max(share.of(num_threads).count, 1);
+    return std::make_unique<CpuRunner>(targets[static_cast<size_t>(ranks.rank)], draft, layout,
+                                       options);
+  };
+  if (num_ranks == 1) return make_rank({});
+  const int64_t row_bytes = exchanged_width(target->config) * dtype_bytes(DType::kFloat32);
+  return std::make_unique<RankedRunner>(
+      std::make_unique<RankGroup>(num_ranks, row_bytes, o.hang_timeout_s), max_in_flight(o),
+      make_rank);
 }
 
 KvLayout plan_layout(const ExecutorOptions& o, const Model& target, const Model* draft) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include <paceline/executor.h>
 
@@ -26,8 +27,15 @@ namespace paceline {
 [[nodiscard]] int64_t workspace_bytes(const ExecutorOptions& options, const Model& target,
                                       const Model* draft);
 
-// Makes the runner of the models' device, or the null runner. The layout must outlive the runner.
-[[nodiscard]] std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
+// The target of each rank: the whole one, or the part that each of several ranks computes. The
+// whole model must outlive them.
+using Targets = std::vector<std::shared_ptr<const Model>>;
+[[nodiscard]] Targets rank_targets(const std::shared_ptr<const Model>& whole,
+                                   const ExecutorOptions& options);
+
+// Makes the runner of the models' device, or the null runner. `layout` is that of each rank, and
+// must outlive the runner.
+[[nodiscard]] std::unique_ptr<Runner> make_runner(const Targets& targets,
                                                   const std::shared_ptr<const Model>& draft,
                                                   const KvLayout& layout,
                                                   const ExecutorOptions& options,

@@ -31,7 +31,8 @@ constexpr int64_t kRowsPerRead = 6;
   } else {
     product.x += begin * p.x_stride;
   }
-  if (p.bias != nullptr) product.bias = p.bias + int64_t{expert} * p.weight.first.n;
+  const int64_t bias_stride = p.bias_stride > 0 ? p.bias_stride : p.weight.first.n;
+  if (p.bias != nullptr) product.bias = p.bias + expert * bias_stride;
   return product;
 }
 

@@ -129,7 +129,7 @@ struct ExpertGemmParams {
   const int32_t* x_rows;  // [max_rows] row of x of each expert row; null: row i of row i
   int32_t num_x_rows;     // capacity of x in rows
   ExpertMatrices weight;
-  const float* bias;  // [num_experts, n], or null
+  const float* bias;  // [num_experts, n], rows bias_stride apart, or null
   void* y;            // [max_rows, n] y_dtype, rows y_stride apart
   int64_t y_stride;
   DType x_dtype = DType::kFloat32;  // on CUDA the dtype of the weights
@@ -141,6 +141,7 @@ struct ExpertGemmParams {
   // The expert that every row visits: its weights may be fetched before expert_begin is known.
   // -1: none.
   int32_t shared_expert = -1;
+  int64_t bias_stride = 0;  // 0: n, as always on CUDA
 };
 void expert_gemm(CpuContext&, const ExpertGemmParams&);
 void expert_gemm(CudaContext&, const ExpertGemmParams&);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <span>
+#include <utility>
 
 #include "base/check.h"
 #include "base/start_thread.h"
@@ -73,21 +74,36 @@ void CpuRunner::device_loop() {
     } catch (...) {
       failure = std::current_exception();
     }
+    // The other ranks need not wait for this one.
+    const RankHandle& ranks = options_.runner.ranks;
+    if (failure != nullptr && ranks.group != nullptr) {
+      ranks.group->fail(ranks.rank, failure);
+    }
     lock.lock();
-    failure_ = failure;
-    if (failure_ == nullptr) ++completed_;
+    if (failure == nullptr) ++completed_;
+    if (failure_ == nullptr) failure_ = failure;
     wake_host_.notify_all();
   }
 }
 
+void CpuRunner::release(int64_t iteration) {
+  const std::scoped_lock lock(mutex_);
+  if (iteration <= awaited_) return;
+  awaited_ = iteration;
+  wake_device_.notify_one();
+}
+
+void CpuRunner::abort(std::exception_ptr cause) {
+  const std::scoped_lock lock(mutex_);
+  if (failure_ == nullptr) failure_ = std::move(cause);
+  wake_host_.notify_all();
+}
+
 void CpuRunner::wait(int64_t iteration) {
+  release(iteration);
   std::unique_lock lock(mutex_);
   PACELINE_CHECK(iteration <= launched_, "wait for iteration ", iteration,
                  ", but the newest launched one is ", launched_);
-  if (iteration > awaited_) {
-    awaited_ = iteration;
-    wake_device_.notify_one();
-  }
   wake_host_.wait(lock, [&] { return completed_ >= iteration || failure_ != nullptr; });
   if (completed_ < iteration) std::rethrow_exception(failure_);
 }

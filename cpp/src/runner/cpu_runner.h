@@ -40,6 +40,8 @@ class CpuRunner final : public Runner {
 
   void bind(Batch& batch) override { runner_.bind(batch); }
   void launch(const Batch& batch) override;
+  void release(int64_t iteration) override;
+  void abort(std::exception_ptr cause) override;
   void wait(int64_t iteration) override;
   [[nodiscard]] int64_t completed() override;
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override {
@@ -83,7 +85,7 @@ class CpuRunner final : public Runner {
   std::vector<const Batch*> launches_;  // by iteration modulo its size
   int64_t launched_ = -1;
   int64_t completed_ = -1;
-  int64_t awaited_ = -1;  // the newest iteration that `wait` was called for
+  int64_t awaited_ = -1;  // the newest iteration that `release` or `wait` was called for
   bool stops_ = false;
   std::exception_ptr failure_;
   std::thread thread_;  // last: everything above must exist before it starts

@@ -74,6 +74,7 @@ IterationRunner<Ctx, Graph>::IterationRunner(Ctx& ctx, DeviceMemory& memory, Dev
   const int32_t k = options_.iteration.shape.num_draft_tokens;
   if (lengths.empty()) lengths = k > 0 ? std::vector<int32_t>{0, k} : std::vector<int32_t>{0};
   buffers_.kv_pool = pool_.data();
+  buffers_.activations.ranks = options.ranks;
   buffers_.sampling.masks = ring_.inputs(0).masks;
 }
 
@@ -217,10 +218,11 @@ void IterationRunner<Ctx, Graph>::run_eagerly(const Batch& batch) {
   std::vector<HiddenCapture> captures;
   for (const HiddenCopy& copy : batch.hidden_copies) {
     const int64_t hidden = target_.config().hidden;
+    float* const to = copy.destination.data.get();
     captures.push_back({.first_row = copy.first_verify_row,
                         .num_rows = copy.num_rows,
                         .layers = copy.layers,
-                        .to = copy.destination.data.get() + copy.destination_row * hidden,
+                        .to = to != nullptr ? to + copy.destination_row * hidden : nullptr,
                         .layer_stride = copy.destination.shape[1] * hidden});
   }
   iteration_.verify(ctx_, extent, captures);

@@ -5,13 +5,17 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
+#include <map>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
 #include "batch/batch.h"
+#include "device/rank_group.h"
 #include "graph/iteration.h"
 #include "graph/iteration_ring.h"
 #include "kv/kv_layout.h"
@@ -27,6 +31,7 @@ struct RunnerOptions {
   // The values of k' for which graphs are captured, ascending. Empty: 0 and k.
   std::vector<int32_t> draft_lengths;
   int32_t max_in_flight = 2;
+  RankHandle ranks = {};  // where several runners compute an iteration together
 };
 
 class Runner {
@@ -40,6 +45,17 @@ class Runner {
   // Queues an iteration after those launched before it; returns at once. `batch` must stay
   // untouched until the iteration has completed. Iterations are numbered 0, 1, 2, ...
   virtual void launch(const Batch& batch) = 0;
+
+  // Lets a device start this iteration and those before it, as `wait` does, without waiting. Only a
+  // device that is late on purpose needs it.
+  virtual void release(int64_t /*iteration*/) {}
+
+  // Makes every `wait` throw `cause`, also one that is waiting, unless the iteration has completed.
+  // Only for runners that compute an iteration together.
+  virtual void abort(std::exception_ptr /*cause*/) {}
+
+  // Why an iteration takes long, as the end of a sentence; empty: not known. For any thread.
+  [[nodiscard]] virtual std::string delay_cause() const { return {}; }
 
   // Blocks until the iteration has completed; rethrows an error of the device.
   virtual void wait(int64_t iteration) = 0;

@@ -105,7 +105,6 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "tokenizer": args.tokenizer,
         "load_format": args.load_format,
-        "tensor_parallel_size": args.tensor_parallel_size,
         **given_options(args, "serve"),
         **model_arguments(args),
     }

@@ -217,6 +217,9 @@ struct DecoderConfig {
   std::vector<RopeConfig> ropes;
   std::vector<LayerConfig> layers;
   std::optional<DrafterConfig> drafter;  // of a draft head only
+  // In the description of a rank's part of a model (rank_model.h): the most elements of a row that
+  // are gathered at once from all ranks; else 0.
+  int64_t gathered_width = 0;
 
   // Columns of the first projection of a layer's attention.
   [[nodiscard]] int64_t qkv_inputs(size_t layer) const {

@@ -38,6 +38,7 @@ void ActivationWidths::merge(const DecoderConfig& config, int64_t max_tokens) {
         },
         layer.mlp);
   }
+  gathered = std::max(gathered, config.gathered_width);
   // The gates of per-layer inputs use the buffers of the MLP.
   const int64_t size = config.per_layer_inputs.size;
   gate_up = std::max(gate_up, 2 * size);
@@ -74,7 +75,8 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
                 return AllKinds::Scratch(of_kind.allocate(arena, rows, dtype)...);
               },
               widths.kinds),
-          .dtype = dtype};
+          .dtype = dtype,
+          .gathered = optional(widths.gathered)};
 }
 
 }  // namespace paceline

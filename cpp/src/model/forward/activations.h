@@ -10,6 +10,7 @@
 #include <paceline/dtype.h>
 
 #include "device/device_arena.h"
+#include "device/rank_group.h"
 #include "model/description/decoder_config.h"
 #include "model/forward/layer_pass.h"
 #include "model/layers/compressed/layer.h"
@@ -53,6 +54,10 @@ struct Activations {
   float* conv_delta = nullptr;
   AllKinds::Scratch kinds;
   DType dtype;
+  // With several ranks: [rows, DecoderConfig::gathered_width] dtype, inputs of a product of which
+  // each rank has computed a part, from all of them; and the ranks. Else null.
+  void* gathered = nullptr;
+  RankHandle ranks = {};
 
   // The scratch of a kind, by its type.
   template <class Scratch>
@@ -71,7 +76,8 @@ struct ActivationWidths {
   int64_t attention = 0;
   int64_t gate_up = 0;  // of all places of a row
   int64_t per_layer = 0;
-  int64_t joined = 0;  // intermediate size of shared experts with expert rows
+  int64_t gathered = 0;  // 0: one rank
+  int64_t joined = 0;    // intermediate size of shared experts with expert rows
   AllKinds::Widths kinds;
 
   // `max_tokens`: of a sequence.

@@ -45,6 +45,7 @@ template <class Ctx>
 void capture_layer(Ctx& ctx, std::span<const HiddenCapture> captures, int32_t layer,
                    const float* residual, int64_t hidden) {
   for (const HiddenCapture& capture : captures) {
+    if (capture.to == nullptr) continue;
     for (size_t i = 0; i < capture.layers.size(); ++i) {
       if (capture.layers[i] != layer) continue;
       copy_on_device(ctx, capture.to + static_cast<int64_t>(i) * capture.layer_stride,
@@ -506,11 +507,12 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
                      float* logits) const {
   const DecoderConfig& c = config();
   output_rows(ctx, num_logit_rows, max_logit_rows, row_index, activations, gathered);
-  project(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, lm_head_,
-          {.x = activations.normed,
-           .y = logits,
-           .x_dtype = activations.dtype,
-           .y_dtype = DType::kFloat32});
+  project_all(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, lm_head_,
+              {.x = activations.normed,
+               .y = logits,
+               .x_dtype = activations.dtype,
+               .y_dtype = DType::kFloat32},
+              activations);
   cap_logits(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, c, logits);
 }
 

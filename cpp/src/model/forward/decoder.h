@@ -31,7 +31,8 @@ struct HiddenCapture {
   int32_t first_row = 0;
   int32_t num_rows = 0;
   std::span<const int32_t> layers;
-  float* to = nullptr;       // the values of first_row for layers[0]
+  float* to = nullptr;       // the values of first_row for layers[0]; null: nothing is copied, but
+                             // the pass is the same
   int64_t layer_stride = 0;  // elements from one layer to the next
 };
 

@@ -14,15 +14,6 @@
 #include "ops/streams.h"
 
 namespace paceline {
-namespace {
-
-// Pointer to element `offset` of `data`.
-void* element(void* data, int64_t offset, DType dtype) {
-  return static_cast<std::byte*>(data) + offset * dtype_bytes(dtype);
-}
-
-}  // namespace
-
 DraftHead::DraftHead(std::shared_ptr<const Model> model, const Decoder& target,
                      const KvLayout& layout, std::byte* kv_pool, int32_t max_positions,
                      DeviceArena& arena, int32_t rope_offset)

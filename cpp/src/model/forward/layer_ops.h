@@ -6,11 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/check.h"
 #include "metadata/pass_rows.h"
 #include "model/description/decoder_config.h"
 #include "model/forward/activations.h"
 #include "model/forward/layer_pass.h"
 #include "model/weights/linear.h"
+#include "ops/gather.h"
 #include "ops/ops.h"
 
 namespace paceline {
@@ -25,11 +27,17 @@ struct RowCount {
   return {.num_rows = rows.num_rows, .max_rows = rows.capacity};
 }
 
+// Pointer to element `offset` of `data`.
+[[nodiscard]] inline void* element(void* data, int64_t offset, DType dtype) {
+  return static_cast<std::byte*>(data) + offset * dtype_bytes(dtype);
+}
+
 // The operands of a product over contiguous rows.
 struct Projection {
   const void* x;         // [max_rows, num_groups * k] x_dtype
   int64_t x_stride = 0;  // elements between rows of x; 0: num_groups * k
   void* y;               // [max_rows, n] y_dtype
+  int64_t y_stride = 0;  // elements between rows of y; 0: n
   DType x_dtype;
   DType y_dtype;
 };
@@ -37,6 +45,7 @@ struct Projection {
 // y = x W^T (+ bias).
 [[nodiscard]] inline GemmParams gemm_params(const RowCount& rows, const Linear& linear,
                                             const Projection& p) {
+  PACELINE_CHECK(linear.rows.empty(), "the rows of a rank lie in several places: see project");
   const int64_t x_width = int64_t{linear.num_groups} * linear.weight.k;
   return {.num_rows = rows.num_rows,
           .max_rows = rows.max_rows,
@@ -45,21 +54,76 @@ struct Projection {
           .weight = linear.weight,
           .bias = linear.bias,
           .y = p.y,
-          .y_stride = linear.weight.n,
+          .y_stride = p.y_stride > 0 ? p.y_stride : linear.weight.n,
           .x_dtype = p.x_dtype,
           .y_dtype = p.y_dtype,
           .num_groups = linear.num_groups};
 }
 template <class Ctx>
 void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p) {
-  ctx.run(gemm, gemm_params(rows, linear, p));
+  if (linear.rows.empty()) {
+    ctx.run(gemm, gemm_params(rows, linear, p));
+    return;
+  }
+  Projection part = p;
+  part.y_stride = p.y_stride > 0 ? p.y_stride : linear.weight.n;
+  for (const LinearRange& range : linear.rows) {
+    ctx.run(gemm, gemm_params(rows, rows_of(linear, range), part));
+    part.y = element(part.y, range.count, p.y_dtype);
+  }
+}
+
+// Gathers the columns of all ranks; `ranks` and the number of rows come from here.
+template <class Ctx>
+void gather_ranks(Ctx& ctx, const RowCount& rows, const Activations& activations,
+                  GatherColumnsParams p) {
+  p.num_rows = rows.num_rows;
+  p.max_rows = rows.max_rows;
+  p.ranks = activations.ranks;
+  if constexpr (requires { ctx.run(gather_columns, p); }) {
+    ctx.run(gather_columns, p);
+  } else {
+    PACELINE_CHECK(false, "this backend has no ranks");
+  }
+}
+
+// y [max_rows, all outputs] = the product of all ranks, where the matrix is a rank's part of one
+// whose outputs are gathered: x are then the inputs that this rank has computed itself.
+template <class Ctx>
+void project_all(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
+                 const Activations& activations) {
+  if (!linear.is_gathered()) return project(ctx, rows, linear, p);
+  Projection own = p;
+  if (const LinearRange& inputs = linear.own_inputs; inputs.count > 0) {
+    gather_ranks(ctx, rows, activations,
+                 {.x = p.x,
+                  .x_stride = p.x_stride > 0 ? p.x_stride : inputs.count,
+                  .num_columns = inputs.count,
+                  .first_column = inputs.first,
+                  .total_columns = linear.weight.k,
+                  .y = activations.gathered,
+                  .dtype = p.x_dtype});
+    own.x = activations.gathered;
+    own.x_stride = linear.weight.k;
+  }
+  own.y = element(p.y, linear.first_output, p.y_dtype);
+  own.y_stride = linear.all_outputs;
+  project(ctx, rows, linear, own);
+  gather_ranks(ctx, rows, activations,
+               {.x = own.y,
+                .x_stride = own.y_stride,
+                .num_columns = linear.weight.n,
+                .first_column = linear.first_output,
+                .total_columns = linear.all_outputs,
+                .y = p.y,
+                .dtype = p.y_dtype});
 }
 
 // The first product of a branch, and the op that makes its input, if that is left to it.
 template <class Ctx>
 void project_input(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
-                   const BranchEnds& ends) {
-  if (!ends.norm) return project(ctx, rows, linear, p);
+                   const Activations& activations, const BranchEnds& ends) {
+  if (!ends.norm) return project_all(ctx, rows, linear, p, activations);
   ctx.run(normed_gemm,
           NormedGemmParams{.norm = *ends.norm, .product = gemm_params(rows, linear, p)});
 }
@@ -67,8 +131,8 @@ void project_input(Ctx& ctx, const RowCount& rows, const Linear& linear, const P
 // The last product of a branch, whose y is activations.branch.
 template <class Ctx>
 void project_branch(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
-                    const BranchEnds& ends) {
-  if (ends.residual == nullptr) return project(ctx, rows, linear, p);
+                    const Activations& activations, const BranchEnds& ends) {
+  if (ends.residual == nullptr) return project_all(ctx, rows, linear, p, activations);
   ctx.run(added_gemm,
           AddedGemmParams{.product = gemm_params(rows, linear, p), .residual = ends.residual});
 }

@@ -4,16 +4,23 @@
 // A matrix of a model together with its bias: y = x W^T + bias.
 
 #include <cstdint>
+#include <vector>
 
+#include "base/check.h"
 #include "ops/weight_matrix.h"
 
 namespace paceline {
 
-// How a matrix would be split over several devices.
+// How ranks share a matrix. Never by its columns: no sum is split (rank_split.h).
 enum class ShardAxis : uint8_t {
-  kNone,
-  kRows,     // each device computes a part of the outputs
-  kColumns,  // each device sums over a part of the inputs
+  kNone,  // each has the whole matrix
+  kRows,  // each computes a part of the outputs
+};
+
+// Consecutive rows or columns.
+struct LinearRange {
+  int32_t first = 0;
+  int32_t count = 0;
 };
 
 struct Linear {
@@ -21,15 +28,78 @@ struct Linear {
   const float* bias = nullptr;  // [n], or null
   ShardAxis shard = ShardAxis::kNone;
   int32_t num_groups = 1;  // GemmParams::num_groups
+  // The part of a rank (rank_split.h). All of it is empty or 0 in a whole matrix.
+  // The rows of `weight.data` and `bias` that the rank multiplies, in the order of its outputs;
+  // weight.n is their number. Empty: the first n.
+  std::vector<LinearRange> rows;
+  // The inputs that the rank has computed itself. Before the product, those of the other ranks are
+  // gathered. Without any, x has all inputs.
+  LinearRange own_inputs;
+  // The place of the rank's outputs among those of all ranks, which are gathered after the product.
+  // all_outputs is 0 where they are not.
+  int32_t first_output = 0;
+  int32_t all_outputs = 0;
 
   [[nodiscard]] bool is_present() const { return weight.data != nullptr; }
+  // Whether a product is followed by an exchange between ranks.
+  [[nodiscard]] bool is_gathered() const { return all_outputs > 0; }
+  // Outputs that are there after a product and its exchange.
+  [[nodiscard]] int32_t num_outputs() const { return is_gathered() ? all_outputs : weight.n; }
 };
+
+// The rows that share a scale.
+[[nodiscard]] inline int32_t rows_a_scale(const WeightMatrix& weight) {
+  return weight.format == WeightFormat::kFp8 ? weight.scale_rows : 1;
+}
+
+// Some rows of a row-major matrix. They begin where a scale does, or have only one.
+[[nodiscard]] inline WeightMatrix rows_of(WeightMatrix weight, LinearRange range) {
+  PACELINE_CHECK(!weight.is_packed(), "rows of a packed matrix are not adjacent");
+  const int64_t first = range.first;
+  if (weight.scales != nullptr) {
+    const int32_t each = rows_a_scale(weight);
+    PACELINE_CHECK(first % each == 0 || first % each + range.count <= each, "rows ", first, " to ",
+                   first + range.count, " have parts of scales of ", each, " rows");
+    weight.scales += first / each * (weight.scales_bytes() / weight.num_scale_rows());
+  }
+  if (weight.zeros != nullptr) weight.zeros += first * weight.num_scale_cols();
+  weight.data += first * weight.row_bytes();
+  weight.n = range.count;
+  return weight;
+}
+
+// The product with some rows of a matrix.
+[[nodiscard]] inline Linear rows_of(const Linear& linear, LinearRange range) {
+  PACELINE_CHECK(linear.num_groups == 1, "rows of groups read inputs of their own");
+  Linear part = linear;
+  part.rows.clear();
+  part.weight = rows_of(linear.weight, range);
+  if (part.bias != nullptr) part.bias += range.first;
+  return part;
+}
 
 // The same matrix of every expert of a mixture, with its bias.
 struct ExpertLinears {
   ExpertMatrices weight;
   const float* bias = nullptr;  // [num_experts, n], or null
   ShardAxis shard = ShardAxis::kNone;
+  // The part of a rank, as in Linear, with the same rows of every expert; bias_stride is the n of
+  // the whole matrix.
+  std::vector<LinearRange> rows;
+  LinearRange own_inputs;
+  int32_t first_output = 0;
+  int32_t all_outputs = 0;
+  int64_t bias_stride = 0;
+
+  [[nodiscard]] bool is_gathered() const { return all_outputs > 0; }
 };
+
+[[nodiscard]] inline ExpertLinears rows_of(const ExpertLinears& experts, LinearRange range) {
+  ExpertLinears part = experts;
+  part.rows.clear();
+  part.weight.first = rows_of(experts.weight.first, range);
+  if (part.bias != nullptr) part.bias += range.first;
+  return part;
+}
 
 }  // namespace paceline

@@ -94,9 +94,9 @@ struct DraftHeadWeights {
   const int32_t* token_ordering = nullptr;  // [draft_vocab_size] tokens in order of clusters
 };
 
-struct DecoderWeights {
+// Where the weights of a decoder lie.
+struct WeightPointers {
   DType dtype = DType::kFloat32;  // dtype of the matrices
-  DeviceBuffer arena;
   // [vocab_size, hidden]; null in a draft head that uses the target's.
   const std::byte* embed = nullptr;
   Linear lm_head;  // over `embed` when tied; absent in a draft head that uses the target's
@@ -108,6 +108,10 @@ struct DecoderWeights {
   const float* per_layer_norm = nullptr;       // [per_layer_inputs.size]
   std::vector<LayerWeights> layers;
   DraftHeadWeights head;
+};
+
+struct DecoderWeights : WeightPointers {
+  DeviceBuffer arena;
 };
 
 }  // namespace paceline

@@ -8,6 +8,7 @@
 
 #include "model/layers/compressed/config.h"
 #include "model/weights/linear.h"
+#include "model/weights/rank_split.h"
 #include "model/weights/weight_parts.h"
 
 namespace paceline {
@@ -41,7 +42,7 @@ void visit_kind_weights(const CompressedAttention& attention, const WeightSizes&
                         Weights& weights, const LayerVisitor<Visitor>& layer) {
   const std::string name = layer.name + "attn.";
   const int64_t q_rank = attention.q_lora_rank;
-  // Every device needs whole entries, and q_a x as a whole.
+  // Every rank needs whole entries, and q_a x as a whole.
   layer.linear(weights.qkv_a, "attn.qkv_a",
                {{name + "q_a", q_rank}, {name + "kv", attention.head_dim}}, sizes.inputs,
                ShardAxis::kNone, attention.qkv_a);
@@ -57,7 +58,7 @@ void visit_kind_weights(const CompressedAttention& attention, const WeightSizes&
                                    .format = attention.o_a,
                                    .num_groups = attention.o_groups});
   layer.linear(weights.o_b, "attn.o_b", {{name + "o_b", sizes.hidden}}, attention.o_a_rows(),
-               ShardAxis::kColumns, attention.o_b);
+               ShardAxis::kRows, attention.o_b);
   if (!attention.compressor) return;
   const int64_t width = attention.entry_inputs();
   std::vector<WeightPart> compress = {{name + "compressor.kv", width},
@@ -80,6 +81,42 @@ void visit_kind_weights(const CompressedAttention& attention, const WeightSizes&
   layer.visit.floats(weights.index_position_bias, {name + "indexer.position_bias", tokens},
                      attention.index_inputs());
   layer.norm(weights.index_norm, "attn.indexer.norm", attention.indexer->head_dim);
+}
+
+// Ranks share the groups of o_a with their heads. Each has the entries of all tokens, and chooses
+// among them as the others do.
+[[nodiscard]] inline std::string split_refusal(const CompressedAttention& attention,
+                                               const CompressedAttentionWeights& weights,
+                                               int32_t num_ranks) {
+  if (attention.o_groups < num_ranks) return concat(attention.o_groups, " groups of heads");
+  std::string why = rows_refusal("attn.q_b", weights.q_b.weight, attention.o_groups, num_ranks);
+  const auto group_rows = static_cast<int32_t>(attention.o_a_rows() / attention.o_groups);
+  if (why.empty() && group_rows % rows_a_scale(weights.o_a.weight) != 0) {
+    why = concat("groups of ", group_rows, " rows that share scales");
+  }
+  if (!why.empty()) return why;
+  return rows_refusal("attn.o_b", weights.o_b.weight, weights.o_b.weight.n, num_ranks);
+}
+
+inline int64_t split_layer(CompressedAttention& attention, CompressedAttentionWeights& weights,
+                           const RankShare& share) {
+  const LinearRange groups = share.of(attention.o_groups);
+  const auto of_groups = [&](int64_t count) {  // `count`: of all groups
+    const auto each = static_cast<int32_t>(count / attention.o_groups);
+    return LinearRange{.first = groups.first * each, .count = groups.count * each};
+  };
+  const int64_t all_outputs = attention.o_a_rows();
+  const LinearRange heads = of_groups(attention.num_qo_heads);
+  keep_rows(weights.q_b, {of_groups(attention.q_rows())});
+  weights.sinks += heads.first;
+  // A group multiplies heads of its own, so its rows are whole.
+  weights.o_a.num_groups = 1;
+  weights.o_a = rows_of(weights.o_a, of_groups(all_outputs));
+  weights.o_a.num_groups = groups.count;
+  split_outputs(weights.o_b, share, of_groups(all_outputs));
+  attention.num_qo_heads = heads.count;
+  attention.o_groups = groups.count;
+  return all_outputs;
 }
 
 // What the context of a block drafter is multiplied by.

@@ -15,34 +15,39 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const DenseMlp& m, const D
                                             const MlpPass& pass) {
   const PassRows& rows = pass.rows;
   const Activations& activations = pass.activations;
-  const ActivatedGemmParams gate_up = {.product = gemm_params(row_count(rows), w.gate_up,
-                                                              {.x = activations.normed,
-                                                               .y = activations.gate_up,
-                                                               .x_dtype = activations.dtype,
-                                                               .y_dtype = activations.dtype}),
-                                       .activation = {.num_rows = rows.num_rows,
-                                                      .max_rows = rows.capacity,
-                                                      .x = activations.gate_up,
-                                                      .y = activations.activated,
-                                                      .intermediate = m.intermediate,
-                                                      .activation = m.activation,
-                                                      .dtype = activations.dtype,
-                                                      .alpha = m.alpha,
-                                                      .limit = m.limit}};
+  const Projection projection = {.x = activations.normed,
+                                 .y = activations.gate_up,
+                                 .x_dtype = activations.dtype,
+                                 .y_dtype = activations.dtype};
+  const GatedActivationParams activation = {.num_rows = rows.num_rows,
+                                            .max_rows = rows.capacity,
+                                            .x = activations.gate_up,
+                                            .y = activations.activated,
+                                            .intermediate = m.intermediate,
+                                            .activation = m.activation,
+                                            .dtype = activations.dtype,
+                                            .alpha = m.alpha,
+                                            .limit = m.limit};
   if (pass.ends.norm) {
-    ctx.run(normed_gemm, NormedGemmParams{.norm = *pass.ends.norm,
-                                          .product = gate_up.product,
-                                          .activation = gate_up.activation,
-                                          .has_activation = true});
+    ctx.run(normed_gemm,
+            NormedGemmParams{.norm = *pass.ends.norm,
+                             .product = gemm_params(row_count(rows), w.gate_up, projection),
+                             .activation = activation,
+                             .has_activation = true});
+  } else if (w.gate_up.rows.empty()) {
+    ctx.run(activated_gemm,
+            ActivatedGemmParams{.product = gemm_params(row_count(rows), w.gate_up, projection),
+                                .activation = activation});
   } else {
-    ctx.run(activated_gemm, gate_up);
+    project(ctx, row_count(rows), w.gate_up, projection);
+    ctx.run(gated_activation, activation);
   }
   project_branch(ctx, row_count(rows), w.down,
                  {.x = activations.activated,
                   .y = activations.branch,
                   .x_dtype = activations.dtype,
                   .y_dtype = activations.dtype},
-                 pass.ends);
+                 activations, pass.ends);
   return std::nullopt;
 }
 

@@ -12,9 +12,11 @@
 
 namespace paceline {
 
-[[nodiscard]] inline bool takes_norm(const DenseMlp&, const DenseMlpWeights&) { return true; }
+[[nodiscard]] inline bool takes_norm(const DenseMlp&, const DenseMlpWeights& weights) {
+  return weights.gate_up.rows.empty();  // the parts of a rank's matrix are several products
+}
 [[nodiscard]] inline const Linear* last_product(const DenseMlp&, const DenseMlpWeights& weights) {
-  return &weights.down;
+  return weights.down.is_gathered() ? nullptr : &weights.down;
 }
 
 // Returns nothing: only a mixture leaves an op to the caller.

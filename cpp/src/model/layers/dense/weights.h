@@ -8,6 +8,7 @@
 
 #include "model/layers/dense/config.h"
 #include "model/weights/linear.h"
+#include "model/weights/rank_split.h"
 #include "model/weights/weight_parts.h"
 
 namespace paceline {
@@ -40,7 +41,7 @@ void visit_gated_unit(const DenseMlp& mlp, const std::string& name, const std::s
   visit.linear(weights.down, {.name = name + "down",
                               .parts = down,
                               .cols = mlp.intermediate,
-                              .shard = ShardAxis::kColumns,
+                              .shard = ShardAxis::kRows,
                               .format = mlp.down,
                               .room_of = room("down")});
   if (mlp.has_bias) {
@@ -53,6 +54,24 @@ template <class Weights, class Visitor>
 void visit_kind_weights(const DenseMlp& mlp, const WeightSizes& sizes, Weights& weights,
                         const LayerVisitor<Visitor>& layer) {
   visit_gated_unit(mlp, layer.name + "mlp.", /*experts=*/"", sizes.hidden, weights, layer.visit);
+}
+
+// Ranks share the rows of gate and up, each with the same rows of both.
+[[nodiscard]] inline std::string split_refusal(const DenseMlp& mlp, const DenseMlpWeights& weights,
+                                               int32_t num_ranks) {
+  const std::string why =
+      rows_refusal("mlp.gate_up", weights.gate_up.weight, mlp.intermediate, num_ranks);
+  if (!why.empty()) return why;
+  return rows_refusal("mlp.down", weights.down.weight, weights.down.weight.n, num_ranks);
+}
+
+inline int64_t split_layer(DenseMlp& mlp, DenseMlpWeights& weights, const RankShare& share) {
+  const int32_t all = mlp.intermediate;
+  const LinearRange own = share.of(all);
+  keep_rows(weights.gate_up, {own, {.first = all + own.first, .count = own.count}});
+  split_outputs(weights.down, share, own);
+  mlp.intermediate = own.count;
+  return all;
 }
 
 }  // namespace paceline

@@ -89,9 +89,10 @@ void attend_latents(Ctx& ctx, const LatentAttention& a, const LatentAttentionWei
                                               .heads = heads,
                                               .y = activations.attention,
                                               .dtype = dtype});
-  project(
+  project_all(
       ctx, row_count(rows), w.o,
-      {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype});
+      {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype},
+      activations);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "model/layers/latent/config.h"
 #include "model/weights/linear.h"
+#include "model/weights/rank_split.h"
 #include "model/weights/weight_parts.h"
 
 namespace paceline {
@@ -34,8 +35,9 @@ void visit_kind_weights(const LatentAttention& attention, const WeightSizes& siz
   const std::vector<WeightPart> qkv_a = {
       q_rank > 0 ? WeightPart{name + "q_a", q_rank} : WeightPart{name + "q", attention.q_rows()},
       {name + "kv_a", attention.entry_width()}};
-  // Every device needs whole entries, and q_a x as a whole.
-  layer.linear(weights.qkv_a, "attn.qkv_a", qkv_a, sizes.inputs, ShardAxis::kNone, attention.qkv_a);
+  // Every rank needs whole entries, and q_a x as a whole.
+  layer.linear(weights.qkv_a, "attn.qkv_a", qkv_a, sizes.inputs,
+               q_rank > 0 ? ShardAxis::kNone : ShardAxis::kRows, attention.qkv_a);
   if (q_rank > 0) {
     layer.norm(weights.q_a_norm, "attn.q_a_norm", q_rank);
     layer.linear(weights.q_b, "attn.q_b", {{name + "q_b", attention.q_rows()}}, q_rank,
@@ -45,8 +47,40 @@ void visit_kind_weights(const LatentAttention& attention, const WeightSizes& siz
   layer.linear(weights.kv_b, "attn.kv_b", {{name + "kv_b", attention.kv_b_rows()}},
                attention.kv_lora_rank, ShardAxis::kRows, /*format=*/{}, /*is_by_head=*/true);
   layer.linear(weights.o, "attn.o", {{name + "o", sizes.hidden}},
-               int64_t{attention.num_qo_heads} * attention.v_head_dim, ShardAxis::kColumns,
+               int64_t{attention.num_qo_heads} * attention.v_head_dim, ShardAxis::kRows,
                attention.o);
+}
+
+// Ranks share the heads, and each has the entries of all tokens.
+[[nodiscard]] inline std::string split_refusal(const LatentAttention& attention,
+                                               const LatentAttentionWeights& weights,
+                                               int32_t num_ranks) {
+  if (attention.num_qo_heads < num_ranks) return concat(attention.num_qo_heads, " heads");
+  const Linear& q = attention.q_lora_rank > 0 ? weights.q_b : weights.qkv_a;
+  const std::string why = rows_refusal("attn.q", q.weight, attention.num_qo_heads, num_ranks);
+  if (!why.empty()) return why;
+  return rows_refusal("attn.o", weights.o.weight, weights.o.weight.n, num_ranks);
+}
+
+inline int64_t split_layer(LatentAttention& attention, LatentAttentionWeights& weights,
+                           const RankShare& share) {
+  const LinearRange heads = share.of(attention.num_qo_heads);
+  const auto of_heads = [&](int64_t rows) {  // `rows`: of all heads
+    const auto each = static_cast<int32_t>(rows / attention.num_qo_heads);
+    return LinearRange{.first = heads.first * each, .count = heads.count * each};
+  };
+  const int64_t all_outputs = attention.output_width();
+  if (attention.q_lora_rank > 0) {
+    keep_rows(weights.q_b, {of_heads(attention.q_rows())});
+  } else {
+    const LinearRange entries = {.first = static_cast<int32_t>(attention.q_rows()),
+                                 .count = attention.entry_width()};
+    keep_rows(weights.qkv_a, {of_heads(attention.q_rows()), entries});
+  }
+  weights.kv_b = rows_of(weights.kv_b, of_heads(attention.kv_b_rows()));
+  split_outputs(weights.o, share, of_heads(all_outputs));
+  attention.num_qo_heads = heads.count;
+  return all_outputs;
 }
 
 }  // namespace paceline

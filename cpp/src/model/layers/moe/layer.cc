@@ -7,6 +7,7 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "model/forward/activations.h"
+#include "model/forward/layer_ops.h"
 #include "model/layers/dense/layer.h"
 #include "ops/moe.h"
 
@@ -98,8 +99,9 @@ CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights&
   const bool has_joined = is_joined(m, rows);
   const int32_t num_experts = m.num_experts + (has_joined ? 1 : 0);
   const int32_t max_expert_rows = rows.capacity * (m.top_k + (has_joined ? 1 : 0));
+  // `y_stride`: 0: as wide as the product.
   const auto product = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
-                           int32_t num_x_rows, void* y) {
+                           int32_t num_x_rows, void* y, int64_t y_stride = 0) {
     const WeightMatrix& first = linears.weight.first;
     ExpertMatrices weight = linears.weight;
     weight.num_experts = num_experts;
@@ -112,28 +114,65 @@ CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights&
                             .weight = weight,
                             .bias = linears.bias,
                             .y = y,
-                            .y_stride = first.n,
+                            .y_stride = y_stride > 0 ? y_stride : first.n,
                             .x_dtype = dtype,
                             .y_dtype = dtype,
-                            .shared_expert = has_joined ? m.num_experts : -1};
+                            .shared_expert = has_joined ? m.num_experts : -1,
+                            .bias_stride = linears.bias_stride};
   };
-  ctx.run(activated_experts,
-          ActivatedExpertsParams{.product = product(w.gate_up, activations.normed, a.source_row,
-                                                    rows.capacity, activations.gate_up),
-                                 .activation = {.num_rows = a.expert_begin + num_experts,
-                                                .max_rows = max_expert_rows,
-                                                .x = activations.gate_up,
-                                                .y = activations.activated,
-                                                .intermediate = m.expert.intermediate,
-                                                .activation = m.expert.activation,
-                                                .dtype = dtype,
-                                                .alpha = m.expert.alpha,
-                                                .limit = m.expert.limit,
-                                                .is_interleaved = m.is_interleaved}});
-  ExpertGemmParams down =
-      product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
-  down.follows_product = w.gate_up.weight.first.format != WeightFormat::kFp8;
-  ctx.run(expert_gemm, down);
+  const GatedActivationParams activation = {.num_rows = a.expert_begin + num_experts,
+                                            .max_rows = max_expert_rows,
+                                            .x = activations.gate_up,
+                                            .y = activations.activated,
+                                            .intermediate = m.expert.intermediate,
+                                            .activation = m.expert.activation,
+                                            .dtype = dtype,
+                                            .alpha = m.expert.alpha,
+                                            .limit = m.expert.limit,
+                                            .is_interleaved = m.is_interleaved};
+  if (w.gate_up.rows.empty()) {
+    ctx.run(activated_experts,
+            ActivatedExpertsParams{.product = product(w.gate_up, activations.normed, a.source_row,
+                                                      rows.capacity, activations.gate_up),
+                                   .activation = activation});
+  } else {
+    void* y = activations.gate_up;
+    for (const LinearRange& range : w.gate_up.rows) {
+      ctx.run(expert_gemm, product(rows_of(w.gate_up, range), activations.normed, a.source_row,
+                                   rows.capacity, y, w.gate_up.weight.first.n));
+      y = element(y, range.count, dtype);
+    }
+    ctx.run(gated_activation, activation);
+  }
+  if (!w.down.is_gathered()) {
+    ExpertGemmParams down =
+        product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
+    down.follows_product = w.gate_up.weight.first.format != WeightFormat::kFp8;
+    ctx.run(expert_gemm, down);
+  } else {
+    const RowCount expert_rows = {.num_rows = a.expert_begin + num_experts,
+                                  .max_rows = max_expert_rows};
+    const LinearRange& inputs = w.down.own_inputs;
+    gather_ranks(ctx, expert_rows, activations,
+                 {.x = activations.activated,
+                  .x_stride = inputs.count,
+                  .num_columns = inputs.count,
+                  .first_column = inputs.first,
+                  .total_columns = w.down.weight.first.k,
+                  .y = activations.gathered,
+                  .dtype = dtype});
+    void* const own_output = element(a.output, w.down.first_output, dtype);
+    ctx.run(expert_gemm, product(w.down, activations.gathered, /*x_rows=*/nullptr, max_expert_rows,
+                                 own_output, w.down.all_outputs));
+    gather_ranks(ctx, expert_rows, activations,
+                 {.x = own_output,
+                  .x_stride = w.down.all_outputs,
+                  .num_columns = w.down.weight.first.n,
+                  .first_column = w.down.first_output,
+                  .total_columns = w.down.all_outputs,
+                  .y = a.output,
+                  .dtype = dtype});
+  }
   return CombineExpertsParams{.num_rows = rows.num_rows,
                               .max_rows = rows.capacity,
                               .top_k = m.top_k,

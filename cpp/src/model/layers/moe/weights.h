@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "model/layers/dense/weights.h"
 #include "model/layers/moe/config.h"
 #include "model/weights/linear.h"
+#include "model/weights/rank_split.h"
 #include "model/weights/weight_parts.h"
 
 namespace paceline {
@@ -76,7 +78,7 @@ void visit_kind_weights(const MoeMlp& mlp, const WeightSizes& sizes, Weights& we
   visit.experts(weights.down, {.name = name + "experts.down",
                                .parts = down,
                                .cols = expert.intermediate,
-                               .shard = ShardAxis::kColumns,
+                               .shard = ShardAxis::kRows,
                                .format = expert.down,
                                .top_k = mlp.top_k,
                                .is_transposed = mlp.is_transposed,
@@ -90,6 +92,50 @@ void visit_kind_weights(const MoeMlp& mlp, const WeightSizes& sizes, Weights& we
     visit_gated_unit(*mlp.shared, name + "shared.", mlp.joins_shared() ? name + "experts." : "",
                      hidden, weights.shared, visit);
   }
+}
+
+// Ranks share the rows of every expert, so that they have the same work whichever experts are
+// chosen. Each computes the whole router.
+[[nodiscard]] inline std::string split_refusal(const MoeMlp& mlp, const MoeMlpWeights& weights,
+                                               int32_t num_ranks) {
+  const WeightMatrix& gate_up = weights.gate_up.weight.first;
+  const WeightMatrix& down = weights.down.weight.first;
+  if (gate_up.zeros != nullptr || down.zeros != nullptr) return "experts with zero points";
+  std::string why = rows_refusal("mlp.experts.gate_up", gate_up, mlp.expert.intermediate, num_ranks,
+                                 rows_a_scale(gate_up));
+  if (why.empty()) {
+    why = rows_refusal("mlp.experts.down", down, down.n, num_ranks, rows_a_scale(down));
+  }
+  if (why.empty() && mlp.shared) why = split_refusal(*mlp.shared, weights.shared, num_ranks);
+  return why;
+}
+
+inline int64_t split_layer(MoeMlp& mlp, MoeMlpWeights& weights, const RankShare& share) {
+  // Those of all places of a row, and of a shared expert beside them.
+  const int64_t places = mlp.top_k + (mlp.shared ? 1 : 0);
+  const int64_t widest =
+      places * std::max(mlp.expert.intermediate, mlp.shared ? mlp.shared->intermediate : 0);
+  ExpertLinears& gate_up = weights.gate_up;
+  const int32_t all = mlp.expert.intermediate;
+  const LinearRange own = share.of(all, rows_a_scale(gate_up.weight.first));
+  gate_up.bias_stride = gate_up.weight.first.n;
+  weights.down.bias_stride = weights.down.weight.first.n;
+  if (mlp.is_interleaved) {
+    gate_up.rows = {{.first = 2 * own.first, .count = 2 * own.count}};
+  } else {
+    gate_up.rows = {own, {.first = all + own.first, .count = own.count}};
+  }
+  gate_up.weight.first.n = 2 * own.count;
+  ExpertLinears& down = weights.down;
+  const int32_t all_outputs = down.weight.first.n;
+  const LinearRange outputs = share.of(all_outputs, rows_a_scale(down.weight.first));
+  down = rows_of(down, outputs);
+  down.own_inputs = own;
+  down.first_output = outputs.first;
+  down.all_outputs = all_outputs;
+  mlp.expert.intermediate = own.count;
+  if (mlp.shared) static_cast<void>(split_layer(*mlp.shared, weights.shared, share));
+  return widest;
 }
 
 }  // namespace paceline

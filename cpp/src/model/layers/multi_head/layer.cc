@@ -123,7 +123,7 @@ void attend(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeigh
                   .y = activations.branch,
                   .x_dtype = activations.dtype,
                   .y_dtype = activations.dtype},
-                 pass.ends);
+                 activations, pass.ends);
 }
 
 }  // namespace
@@ -137,7 +137,7 @@ void run_attention(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttenti
                  .y = activations.qkv,
                  .x_dtype = activations.dtype,
                  .y_dtype = activations.dtype},
-                pass.ends);
+                activations, pass.ends);
   rotate_and_append(ctx, a, w, pass, /*has_queries=*/true);
   if (pass.output == nullptr) {
     return attend(ctx, a, w, pass, pass.rows, pass.groups, pass.input, activations);

@@ -28,12 +28,13 @@ struct KindWidths<MultiHeadAttention> {
 };
 
 [[nodiscard]] inline bool takes_norm(const MultiHeadAttention& attention,
-                                     const MultiHeadAttentionWeights&) {
-  return !attention.has_output_gate;  // which reads the input, too
+                                     const MultiHeadAttentionWeights& weights) {
+  // A gate and the parts of a rank's matrix read the input, too.
+  return !attention.has_output_gate && weights.qkv.rows.empty();
 }
 [[nodiscard]] inline const Linear* last_product(const MultiHeadAttention&,
                                                 const MultiHeadAttentionWeights& weights) {
-  return &weights.o;
+  return weights.o.is_gathered() ? nullptr : &weights.o;
 }
 
 template <class Ctx>

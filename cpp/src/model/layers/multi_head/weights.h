@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -8,6 +9,7 @@
 
 #include "model/layers/multi_head/config.h"
 #include "model/weights/linear.h"
+#include "model/weights/rank_split.h"
 #include "model/weights/weight_parts.h"
 
 namespace paceline {
@@ -51,20 +53,56 @@ void visit_kind_weights(const MultiHeadAttention& attention, const WeightSizes& 
                  ShardAxis::kRows, attention.qkv);
   }
   const std::vector<WeightPart> o = {{layer.name + "attn.o", sizes.hidden}};
-  layer.linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns, attention.o);
+  layer.linear(weights.o, "attn.o", o, q_size, ShardAxis::kRows, attention.o);
   if (attention.has_o_bias) layer.bias(weights.o, o);
+}
+
+// Ranks share the heads. Where there are more ranks than KV heads, several have the same KV head.
+[[nodiscard]] inline std::string split_refusal(const MultiHeadAttention& attention,
+                                               const MultiHeadAttentionWeights& weights,
+                                               int32_t num_ranks) {
+  const int32_t num_kv_heads = attention.num_kv_heads;
+  const bool divides = num_kv_heads % num_ranks == 0 || num_ranks % num_kv_heads == 0;
+  if (!divides || attention.num_qo_heads % num_ranks != 0) {
+    return concat(attention.num_qo_heads, " query heads and ", num_kv_heads, " KV heads");
+  }
+  const std::string why =
+      rows_refusal("attn.qkv", weights.qkv.weight, attention.num_qo_heads, num_ranks);
+  if (!why.empty()) return why;
+  return rows_refusal("attn.o", weights.o.weight, weights.o.weight.n, num_ranks);
+}
+
+inline int64_t split_layer(MultiHeadAttention& attention, MultiHeadAttentionWeights& weights,
+                           const RankShare& share) {
+  const int32_t head_dim = attention.head_dim;
+  const auto rows = [&](const LinearRange& heads, int32_t first_row) {
+    return LinearRange{.first = first_row + heads.first * head_dim,
+                       .count = heads.count * head_dim};
+  };
+  const LinearRange q = share.of(attention.num_qo_heads);
+  LinearRange kv = share.of(attention.num_kv_heads);
+  kv.count = std::max(kv.count, 1);
+  const int32_t all_q_rows = attention.num_qo_heads * head_dim;
+  const int32_t all_kv_rows = attention.num_kv_heads * head_dim;
+  std::vector<LinearRange> qkv = {rows(q, 0)};
+  const KvInputs has = attention.kv_inputs();
+  if (has != KvInputs::kNone) qkv.push_back(rows(kv, all_q_rows));
+  if (has == KvInputs::kKeysAndValues) qkv.push_back(rows(kv, all_q_rows + all_kv_rows));
+  keep_rows(weights.qkv, qkv);
+  if (attention.has_output_gate) keep_rows(weights.gate, {rows(q, 0)});
+  if (weights.sinks != nullptr) weights.sinks += q.first;
+  split_outputs(weights.o, share, rows(q, 0));
+  attention.num_qo_heads = q.count;
+  attention.num_kv_heads = kv.count;
+  return all_q_rows;
 }
 
 // What the context of a block drafter is multiplied by: the rows of a plain qkv that compute keys
 // and values.
 [[nodiscard]] inline Linear context_rows(const MultiHeadAttention& attention,
                                          const MultiHeadAttentionWeights& weights) {
-  Linear kv = weights.qkv;
   const int32_t q_rows = attention.num_qo_heads * attention.head_dim;
-  kv.weight.data += q_rows * kv.weight.row_bytes();
-  kv.weight.n -= q_rows;
-  if (kv.bias != nullptr) kv.bias += q_rows;
-  return kv;
+  return rows_of(weights.qkv, {.first = q_rows, .count = weights.qkv.weight.n - q_rows});
 }
 
 }  // namespace paceline

@@ -35,7 +35,7 @@ void run_attention(Ctx& ctx, const RecurrentAttention& attention,
                  "a recurrent layer has states, records and the output of all rows");
   project_input(ctx, row_count(rows), w.in,
                 {.x = pass.input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype},
-                pass.ends);
+                activations, pass.ends);
   const bool is_joined = attention.joins_ba();
   const auto& own = activations.of<RecurrentScratch>();
   if (!is_joined) {
@@ -48,9 +48,9 @@ void run_attention(Ctx& ctx, const RecurrentAttention& attention,
               .num_rows = rows.num_rows,
               .max_rows = rows.capacity,
               .x = activations.qkv,
-              .x_stride = w.in.weight.n,
+              .x_stride = w.in.num_outputs(),
               .ba = is_joined ? static_cast<const std::byte*>(activations.qkv) + ba_offset : own.ba,
-              .ba_stride = is_joined ? w.in.weight.n : attention.ba_rows(),
+              .ba_stride = is_joined ? w.in.num_outputs() : attention.ba_rows(),
               .positions = rows.positions,
               .seq_slot = rows.seq_slot,
               .record_slots = records->slot_mapping,
@@ -74,7 +74,7 @@ void run_attention(Ctx& ctx, const RecurrentAttention& attention,
   project_branch(
       ctx, row_count(rows), w.o,
       {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype},
-      pass.ends);
+      activations, pass.ends);
 }
 
 template void run_attention<CpuContext>(CpuContext&, const RecurrentAttention&,

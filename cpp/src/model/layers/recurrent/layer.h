@@ -28,12 +28,13 @@ struct KindWidths<RecurrentAttention> {
 };
 
 [[nodiscard]] inline bool takes_norm(const RecurrentAttention& attention,
-                                     const RecurrentAttentionWeights&) {
-  return attention.joins_ba();  // else b and a are a second product
+                                     const RecurrentAttentionWeights& weights) {
+  // Else b and a are a second product, and a rank has some of the outputs only.
+  return attention.joins_ba() && !weights.in.is_gathered();
 }
 [[nodiscard]] inline const Linear* last_product(const RecurrentAttention&,
                                                 const RecurrentAttentionWeights& weights) {
-  return &weights.o;
+  return weights.o.is_gathered() ? nullptr : &weights.o;
 }
 
 template <class Ctx>

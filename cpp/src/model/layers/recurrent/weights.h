@@ -8,6 +8,7 @@
 
 #include "model/layers/recurrent/config.h"
 #include "model/weights/linear.h"
+#include "model/weights/rank_split.h"
 #include "model/weights/weight_parts.h"
 
 namespace paceline {
@@ -41,7 +42,7 @@ void visit_kind_weights(const RecurrentAttention& attention, const WeightSizes& 
   if (attention.joins_ba()) in.insert(in.end(), ba.begin(), ba.end());
   layer.linear(weights.in, "attn.in", std::move(in), sizes.inputs, ShardAxis::kRows, attention.in);
   if (!attention.joins_ba()) {
-    layer.linear(weights.ba, "attn.ba", ba, sizes.inputs, ShardAxis::kRows, /*format=*/{});
+    layer.linear(weights.ba, "attn.ba", ba, sizes.inputs, ShardAxis::kNone, /*format=*/{});
   }
   layer.visit.floats(weights.conv, {name + "conv", shape.num_channels()}, shape.num_taps);
   layer.visit.floats(weights.a_log, {.name = name + "a_log", .rows = heads, .needs_finite = true},
@@ -50,7 +51,25 @@ void visit_kind_weights(const RecurrentAttention& attention, const WeightSizes& 
                      {.name = name + "dt_bias", .rows = heads, .needs_finite = true}, 1);
   layer.visit.floats(weights.norm, {name + "norm", shape.value_dim}, 1);
   layer.linear(weights.o, "attn.o", {{name + "o", sizes.hidden}}, attention.output_width(),
-               ShardAxis::kColumns, attention.o);
+               ShardAxis::kRows, attention.o);
+}
+
+// Ranks share the products. Each has all states, and computes the whole recurrence.
+[[nodiscard]] inline std::string split_refusal(const RecurrentAttention&,
+                                               const RecurrentAttentionWeights& weights,
+                                               int32_t num_ranks) {
+  const std::string why =
+      rows_refusal("attn.in", weights.in.weight, weights.in.weight.n, num_ranks);
+  if (!why.empty()) return why;
+  return rows_refusal("attn.o", weights.o.weight, weights.o.weight.n, num_ranks);
+}
+
+inline int64_t split_layer(RecurrentAttention&, RecurrentAttentionWeights& weights,
+                           const RankShare& share) {
+  const int64_t all_outputs = weights.in.weight.n;
+  split_outputs(weights.in, share);
+  split_outputs(weights.o, share);
+  return all_outputs;
 }
 
 }  // namespace paceline

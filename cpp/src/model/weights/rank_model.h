@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The part of a model that one of several ranks computes (docs/tensor-parallel.md). Its weights are
+// those of the whole model, in the same memory: a rank only has other rows of each matrix.
+
+#include <memory>
+
+#include "model/weights/model_impl.h"
+#include "model/weights/rank_split.h"
+
+namespace paceline {
+
+// Throws Unsupported, which says how many ranks can share the model, where so many cannot.
+void check_ranks(const Model& whole, int32_t num_ranks);
+
+// `whole` must outlive the result, and passes check_ranks(). The description has the heads and MLP
+// rows of the rank, the whole vocabulary and the whole hidden size.
+[[nodiscard]] std::shared_ptr<const Model> rank_model(const Model& whole, const RankShare& share);
+
+// Elements of the longest row that the ranks of a model exchange.
+[[nodiscard]] int64_t exchanged_width(const DecoderConfig& rank_config);
+
+}  // namespace paceline

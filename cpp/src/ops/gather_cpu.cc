@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "base/check.h"
+#include "device/cpu_context.h"
+#include "ops/for_rows.h"
+#include "ops/gather.h"
+
+namespace paceline {
+
+void gather_columns(CpuContext& ctx, const GatherColumnsParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  PACELINE_CHECK(p.ranks.group != nullptr, "columns are gathered without other ranks");
+  PACELINE_CHECK(p.first_column >= 0 && p.num_columns >= 0 &&
+                     p.first_column <= p.total_columns - p.num_columns,
+                 "columns ", p.first_column, " to ", p.first_column + p.num_columns, " of ",
+                 p.total_columns);
+  RankGroup& group = *p.ranks.group;
+  const int64_t item_bytes = dtype_bytes(p.dtype);
+  const int64_t row_bytes = p.total_columns * item_bytes;
+  const int64_t begin = p.first_column * item_bytes;
+  const int64_t own_bytes = p.num_columns * item_bytes;
+  const auto* const x = static_cast<const std::byte*>(p.x);
+  auto* const y = static_cast<std::byte*>(p.y);
+  const auto rows_a_step = static_cast<int32_t>(
+      std::min<int64_t>(group.place_bytes() / std::max<int64_t>(row_bytes, 1), p.max_rows));
+  PACELINE_CHECK(rows_a_step > 0 || num_rows <= 0, "rows of ", row_bytes,
+                 " bytes are exchanged in ", group.place_bytes());
+  // Where x has its place in y, it stays there.
+  const bool is_in_place = p.x == y + begin && p.x_stride == p.total_columns;
+  const auto copy = [](std::byte* to, const std::byte* from, int64_t bytes) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  };
+  for (int32_t first = 0; first < num_rows; first += rows_a_step) {
+    const int32_t count = std::min(rows_a_step, num_rows - first);
+    std::byte* const place = group.place(p.ranks.rank);
+    for_rows(ctx, count, own_bytes, [&](int32_t row) {
+      copy(place + row * row_bytes + begin, x + (first + row) * p.x_stride * item_bytes, own_bytes);
+    });
+    group.meet(p.ranks.rank);
+    for_rows(ctx, count, row_bytes, [&](int32_t row) {
+      std::byte* const to = y + (first + row) * row_bytes;
+      const std::byte* const from = place + row * row_bytes;
+      const int64_t end = begin + own_bytes;
+      copy(to, from, is_in_place ? begin : end);
+      copy(to + end, from + end, row_bytes - end);
+    });
+  }
+}
+
+}  // namespace paceline

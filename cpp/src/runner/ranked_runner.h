@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Several runners that compute every iteration together, each with a part of the target
+// (docs/tensor-parallel.md). All get the same batches and draw the same tokens; what is read comes
+// from rank 0. To the engine they are one runner.
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "device/rank_group.h"
+#include "runner/runner.h"
+
+namespace paceline {
+
+class RankedRunner final : public Runner {
+ public:
+  // Makes the runner of one rank, which gets the handle as RunnerOptions::ranks.
+  using MakeRank = std::function<std::unique_ptr<Runner>(const RankHandle&)>;
+
+  // `group`: of as many ranks, which nobody else uses. max_in_flight: as the runners have it.
+  RankedRunner(std::unique_ptr<RankGroup> group, int32_t max_in_flight, const MakeRank& make_rank);
+  // Ends the iterations in flight.
+  ~RankedRunner() override;
+  RankedRunner(const RankedRunner&) = delete;
+  RankedRunner& operator=(const RankedRunner&) = delete;
+
+  void bind(Batch& batch) override { first().bind(batch); }
+  void launch(const Batch& batch) override;
+  void release(int64_t iteration) override;
+  void abort(std::exception_ptr cause) override;
+  [[nodiscard]] std::string delay_cause() const override;
+  // Throws DeviceError with the rank and the cause if a rank has failed, and InternalError if the
+  // ranks have not drawn the same tokens.
+  void wait(int64_t iteration) override;
+  [[nodiscard]] int64_t completed() override;
+  [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override {
+    return first().results(iteration);
+  }
+  [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override {
+    return first().logprobs(iteration);
+  }
+  [[nodiscard]] std::span<const ProposedDrafts> drafts(int64_t iteration) override {
+    return first().drafts(iteration);
+  }
+  [[nodiscard]] Timing timing(int64_t iteration) override { return first().timing(iteration); }
+  [[nodiscard]] std::array<ExpertCounts, kNumModels> experts(int64_t iteration) override {
+    return first().experts(iteration);
+  }
+  void poison(GroupId group, BlockId block) override;
+  // Of all ranks together.
+  [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override;
+  [[nodiscard]] int64_t graph_bytes() const override;
+
+ private:
+  [[nodiscard]] Runner& first() { return *runners_.front(); }
+  void check_results(int64_t iteration);
+
+  std::unique_ptr<RankGroup> group_;
+  std::vector<std::vector<Batch>> batches_;       // by rank - 1 and iteration, modulo its size
+  std::vector<std::unique_ptr<Runner>> runners_;  // by rank; last: their threads use the rest
+};
+
+}  // namespace paceline

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks exchange columns: every rank gets all columns of every row, whatever the sizes, and a rank
+// that does not come, or fails, ends the wait of the others with one error.
+
+#include "ops/gather.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <paceline/error.h>
+
+#include "device/cpu_context.h"
+#include "support/errors.h"
+#include "support/seed.h"
+
+namespace paceline {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::seed_from_env;
+
+// Calls body(rank) on a thread for each rank and returns what each throws; "" if nothing.
+std::vector<std::string> on_ranks(int32_t num_ranks, const std::function<void(int32_t)>& body) {
+  std::vector<std::string> messages(static_cast<size_t>(num_ranks));
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      messages[static_cast<size_t>(rank)] = message_of<DeviceError>([&] { body(rank); });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return messages;
+}
+
+struct Exchange {
+  int32_t num_rows;
+  std::vector<int32_t> widths;  // columns of each rank
+  bool is_in_place;             // x has its place in y
+
+  [[nodiscard]] int32_t total() const { return std::accumulate(widths.begin(), widths.end(), 0); }
+  [[nodiscard]] int32_t first(int32_t rank) const {
+    return std::accumulate(widths.begin(), widths.begin() + rank, 0);
+  }
+};
+
+// What rank `rank` has of `whole` [num_rows, total] before the exchange, and its gather.
+struct RankRows {
+  std::vector<float> x;
+  std::vector<float> y;
+  GatherColumnsParams params{};
+
+  RankRows(const Exchange& e, const std::vector<float>& whole, const RankHandle& ranks)
+      : y(whole.size(), -1.0f) {
+    const int32_t width = e.widths[static_cast<size_t>(ranks.rank)];
+    const int32_t first = e.first(ranks.rank);
+    x.resize(static_cast<size_t>(e.num_rows) * static_cast<size_t>(width));
+    for (int32_t row = 0; row < e.num_rows; ++row) {
+      const float* const from = whole.data() + int64_t{row} * e.total() + first;
+      float* const to = e.is_in_place ? y.data() + int64_t{row} * e.total() + first
+                                      : x.data() + int64_t{row} * width;
+      std::copy_n(from, width, to);
+    }
+    params = {.num_rows = &e.num_rows,
+              .max_rows = e.num_rows,
+              .x = e.is_in_place ? y.data() + first : x.data(),
+              .x_stride = e.is_in_place ? e.total() : width,
+              .num_columns = width,
+              .first_column = first,
+              .total_columns = e.total(),
+              .y = y.data(),
+              .ranks = ranks};
+  }
+};
+
+std::vector<float> random_rows(const Exchange& e, std::mt19937_64& random) {
+  std::vector<float> whole(static_cast<size_t>(e.num_rows) * static_cast<size_t>(e.total()));
+  for (float& value : whole) value = static_cast<float>(random() % 1000);
+  return whole;
+}
+
+// Makes several exchanges one after the other and counts values that differ from the whole rows.
+// `plant` may change the params of a rank.
+int64_t num_wrong(const std::vector<Exchange>& exchanges, uint64_t seed,
+                  const std::function<void(int32_t rank, GatherColumnsParams&)>& plant) {
+  const auto num_ranks = static_cast<int32_t>(exchanges.front().widths.size());
+  int64_t longest = 0;
+  for (const Exchange& e : exchanges) longest = std::max<int64_t>(longest, e.total());
+  RankGroup group(num_ranks, longest * 4, /*timeout_s=*/60);
+  std::mt19937_64 random(seed);
+  std::vector<std::vector<float>> wholes;
+  for (const Exchange& e : exchanges) wholes.push_back(random_rows(e, random));
+  std::vector<int64_t> wrong(static_cast<size_t>(num_ranks));
+  const std::vector<std::string> messages = on_ranks(num_ranks, [&](int32_t rank) {
+    CpuContext ctx;
+    std::mt19937_64 own(seed + static_cast<uint64_t>(rank));
+    for (size_t i = 0; i < exchanges.size(); ++i) {
+      RankRows rows(exchanges[i], wholes[i], {.group = &group, .rank = rank});
+      plant(rank, rows.params);
+      if (own() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
+      ctx.run(gather_columns, rows.params);
+      for (size_t j = 0; j < rows.y.size(); ++j) {
+        wrong[static_cast<size_t>(rank)] += rows.y[j] != wholes[i][j] ? 1 : 0;
+      }
+    }
+  });
+  EXPECT_THAT(messages, Each(std::string()));
+  return std::accumulate(wrong.begin(), wrong.end(), int64_t{0});
+}
+
+void sound(int32_t, GatherColumnsParams&) {}
+
+TEST(Gather, EveryRankHasAllColumns) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 12; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const size_t num_ranks = 1 + seed % 5;
+    std::vector<Exchange> exchanges;
+    for (int i = 0; i < 20; ++i) {
+      Exchange e = {.num_rows = static_cast<int32_t>(random() % 20),
+                    .widths = std::vector<int32_t>(num_ranks),
+                    .is_in_place = random() % 2 == 0};
+      // Long rows take several steps, and a rank may have none.
+      const uint64_t longest = i % 5 == 0 ? 60000 : 40;
+      for (int32_t& width : e.widths) width = static_cast<int32_t>(random() % longest);
+      if (e.total() == 0) e.widths.front() = 1;
+      exchanges.push_back(e);
+    }
+    EXPECT_EQ(num_wrong(exchanges, seed, sound), 0);
+  }
+}
+
+TEST(Gather, SwappedColumnsAreSeen) {
+  const std::vector<Exchange> exchanges(5, {.num_rows = 3, .widths = {8, 8, 8}});
+  EXPECT_EQ(num_wrong(exchanges, 3, sound), 0);
+  const auto swaps = [](int32_t rank, GatherColumnsParams& p) {
+    if (rank < 2) p.first_column = 8 * (1 - rank);
+  };
+  EXPECT_GT(num_wrong(exchanges, 3, swaps), 100);
+}
+
+TEST(Gather, ARankThatDoesNotComeIsNamed) {
+  const Exchange e = {.num_rows = 2, .widths = {4, 4, 4}};
+  const std::vector<float> whole(static_cast<size_t>(e.num_rows * e.total()));
+  RankGroup group(3, e.total() * 4, /*timeout_s=*/0.05);
+  EXPECT_EQ(group.awaited(), "");
+  int num_failures = 0;
+  group.set_on_failure([&] { ++num_failures; });
+  const std::vector<std::string> messages = on_ranks(3, [&](int32_t rank) {
+    if (rank == 1) return;
+    CpuContext ctx;
+    RankRows rows(e, whole, {.group = &group, .rank = rank});
+    ctx.run(gather_columns, rows.params);
+  });
+  for (const size_t rank : {0, 2}) {
+    EXPECT_THAT(messages[rank],
+                AllOf(HasSubstr("rank 1 of 3: it has not come to an exchange for 0.0"),
+                      HasSubstr("hang_timeout_s is 0.05")));
+  }
+  EXPECT_EQ(num_failures, 1);
+  EXPECT_EQ(group.awaited(), "rank 1 of 3");
+}
+
+TEST(Gather, ARankThatFailsEndsTheOthersAtOnce) {
+  const Exchange e = {.num_rows = 2, .widths = {4, 4}};
+  const std::vector<float> whole(static_cast<size_t>(e.num_rows * e.total()));
+  RankGroup group(2, e.total() * 4, /*timeout_s=*/0);  // without a limit
+  const std::vector<std::string> messages = on_ranks(2, [&](int32_t rank) {
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      group.fail(rank, std::make_exception_ptr(OutOfMemory("the planted cause")));
+      group.fail(0, std::make_exception_ptr(OutOfMemory("a later cause")));
+      return;
+    }
+    CpuContext ctx;
+    RankRows rows(e, whole, {.group = &group, .rank = rank});
+    ctx.run(gather_columns, rows.params);
+  });
+  EXPECT_EQ(messages[0], "rank 1 of 2: the planted cause");
+  EXPECT_TRUE(group.has_failed());
+}
+
+}  // namespace
+}  // namespace paceline

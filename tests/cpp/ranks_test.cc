@@ -1,0 +1,513 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks that share a model: any number of them has the bits of one, whatever the model, the drafter
+// and the options; and a rank that fails or hangs ends all requests with one error.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+
+#include <paceline/error.h>
+#include <paceline/executor.h>
+
+#include "cpp/engine_options.h"
+#include "cpp/equality_checks.h"
+#include "engine/engine.h"
+#include "executor/option_checks.h"
+#include "model/description/kv_shapes.h"
+#include "model/weights/rank_model.h"
+#include "ops/gather.h"
+#include "runner/cpu_runner.h"
+#include "runner/ranked_runner.h"
+#include "support/draft_head_checks.h"
+#include "support/engine_checks.h"
+#include "support/errors.h"
+#include "support/host_batch.h"
+#include "support/jobs.h"
+#include "support/raw_models.h"
+#include "support/tiny_models.h"
+#include "support/toy_constraint.h"
+
+namespace paceline {
+namespace {
+
+using ::testing::AllOf;
+using testing::constrain_some;
+using testing::expect_equals_plain;
+using ::testing::HasSubstr;
+using testing::Job;
+using testing::make_gemma4;
+using testing::make_latent;
+using testing::make_mixture;
+using testing::message_of;
+using testing::mix_logprobs;
+using testing::mix_sampling;
+using testing::Outcome;
+using testing::Pick;
+using testing::random_jobs;
+using testing::random_raw_head;
+using testing::random_raw_model;
+using testing::RawModel;
+using testing::run;
+using testing::same_logprobs;
+using testing::seed_from_env;
+using testing::small_engine_options;
+using testing::Tally;
+using testing::tiny_config_json;
+using testing::tiny_model;
+using testing::TinyDraftHead;
+using testing::TinyModel;
+
+// Twelve query heads, which 1, 2, 3 and 4 ranks can share; KV heads are split or repeated, MLPs are
+// dense or mixtures, and full layers may have latent attention.
+TinyModel shared_shape(std::mt19937_64& random) {
+  const Pick pick{random};
+  TinyModel shape = {
+      .num_qo_heads = 12,
+      .num_kv_heads = pick(1, 12),
+      .head_dim = 8,
+      .intermediate = pick(48, 56),
+      .windows = pick(0, 1) == 0 ? std::vector<int32_t>{0, 0} : std::vector<int32_t>{8, 0, 20},
+      .is_gemma = pick(true, false),
+      .has_bias = pick(true, false),
+      .has_sinks = pick(true, false)};
+  switch (random() % 4) {
+    case 0:
+      make_gemma4(shape, random);
+      break;
+    case 1:
+      make_mixture(shape, random);
+      break;
+    case 2:
+      make_mixture(shape, random);
+      make_latent(shape, random);
+      break;
+    default:
+      break;
+  }
+  return shape;
+}
+
+ExecutorOptions options_of(int32_t num_ranks, int32_t k) {
+  ExecutorOptions options = small_engine_options(k);
+  options.tensor_parallel_size = num_ranks;
+  return options;
+}
+
+void expect_same(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
+    ASSERT_EQ(actual[i].reason, expected[i].reason) << "job " << i;
+    EXPECT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
+    EXPECT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
+        << "job " << i;
+  }
+}
+
+TEST(Ranks, AnyNumberOfThemHasTheSameTokensAndLogprobs) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto model = tiny_model(shared_shape(random), seed);
+    std::vector<Job> jobs = random_jobs(random, 12, 64, seed % 2 * 0.8);
+    mix_sampling(jobs, random, 64);
+    mix_logprobs(jobs, random, 5);
+    constrain_some(jobs, random, 64);
+    for (Job& job : jobs) {
+      if (job.make_constraint) job.sampling.prompt_logprobs = -1;
+    }
+    std::vector<Outcome> expected;
+    for (int32_t num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+      SCOPED_TRACE(std::to_string(num_ranks) + " ranks");
+      ExecutorOptions options = options_of(num_ranks, 0);
+      options.max_logprobs = 5;
+      options.num_threads = static_cast<int32_t>(1 + seed % 3);
+      Executor executor(model, nullptr, options);
+      const std::vector<Outcome> outcomes = run(executor, jobs);
+      if (num_ranks == 1) expected = outcomes;
+      expect_same(outcomes, expected);
+      EXPECT_EQ(executor.check_integrity(), "");
+    }
+  }
+}
+
+TEST(Ranks, SpeculativeEqualsPlainOnOneRank) {
+  const uint64_t first_seed = seed_from_env(1);
+  Tally tally;
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const Pick pick{random};
+    const TinyModel shape = shared_shape(random);
+    const auto target = tiny_model(shape, seed);
+    const auto draft = tiny_model(shape, seed, 0.05f, seed + 2);
+    const double temperature = pick(0.0, 0.7, 1.0);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 7, 32), 64, temperature, 60, 60);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
+    const auto choose = [&](ExecutorOptions& options) {
+      options.tensor_parallel_size = pick(2, 3, 4);
+    };
+    expect_equals_plain({.target = target,
+                         .drafter = draft,
+                         .jobs = jobs,
+                         .temperature = temperature,
+                         .small_pool_bytes = (shape.num_kv_heads == 1 ? 400 : 900) << 10,
+                         .choose = choose},
+                        random, seed, tally);
+  }
+  tally.expect_all(5);
+}
+
+TEST(Ranks, DraftHeadsAreWholeOnEveryRank) {
+  std::vector<TinyDraftHead> heads = testing::all_heads();
+  for (const TinyDraftHead& drafter : testing::all_block_drafters()) heads.push_back(drafter);
+  std::mt19937_64 random(9);
+  for (size_t which = 0; which < heads.size(); ++which) {
+    SCOPED_TRACE("head " + std::to_string(which));
+    TinyModel shape = {
+        .num_qo_heads = 12, .num_kv_heads = 12, .head_dim = 8, .windows = {8, 0, 20}};
+    shape.is_gemma = which % 2 == 0;
+    const auto target = random_raw_model(tiny_config_json(shape), which).build();
+    const auto head = random_raw_head(heads[which], which + 1).build();
+    const std::vector<Job> jobs = random_jobs(random, 8, 64, which % 2 * 0.8);
+    if (head->config.drafter->kind == DrafterKind::kGemma4Mtp) {
+      EXPECT_THAT(message_of<Unsupported>([&] { Executor(target, head, options_of(2, 3)); }),
+                  AllOf(HasSubstr("tensor_parallel_size is 2"), HasSubstr("reads the KV")));
+      continue;
+    }
+    Executor plain(target, nullptr, options_of(1, 0));
+    const std::vector<Outcome> expected = run(plain, jobs);
+    // With one rank the drafts are the same, too.
+    std::vector<Outcome> on_one;
+    for (const int32_t num_ranks : {1, 2, 3, 4}) {
+      SCOPED_TRACE(std::to_string(num_ranks) + " ranks");
+      Executor executor(target, head, options_of(num_ranks, 4));
+      const std::vector<Outcome> outcomes = run(executor, jobs);
+      expect_same(outcomes, expected);
+      if (num_ranks == 1) on_one = outcomes;
+      for (size_t i = 0; i < jobs.size(); ++i) {
+        EXPECT_EQ(outcomes[i].counters.num_accepted_tokens, on_one[i].counters.num_accepted_tokens);
+        EXPECT_EQ(outcomes[i].counters.num_draft_tokens, on_one[i].counters.num_draft_tokens);
+      }
+      EXPECT_EQ(executor.check_integrity(), "");
+    }
+  }
+}
+
+TEST(Ranks, HitsOfThePrefixCacheEqualMisses) {
+  std::mt19937_64 random(4);
+  const auto model = tiny_model(
+      TinyModel{.num_qo_heads = 12, .num_kv_heads = 6, .head_dim = 8, .windows = {8, 0, 20}}, 5);
+  ExecutorOptions never = options_of(1, 0);
+  never.enable_prefix_caching = false;
+  ExecutorOptions cached = options_of(3, 3);
+  cached.kv_cache_bytes = 600 << 10;
+  cached.poison_freed_blocks = true;
+  Executor without(model, nullptr, never);
+  Executor with(model, tiny_model({.hidden = 16, .num_qo_heads = 2, .num_kv_heads = 1}, 6), cached);
+  testing::expect_hits_equal_misses(
+      without, with, {.num_rounds = 6, .longest_new = 30, .longest_prompt = 120, .most_tokens = 20},
+      random);
+  EXPECT_GT(with.stats().num_prefix_hit_tokens, 500);
+}
+
+TEST(Ranks, SamplesShareTheirPrompt) {
+  const auto model =
+      tiny_model(TinyModel{.num_qo_heads = 4, .num_kv_heads = 2, .windows = {8, 0}}, 5);
+  ExecutorOptions options = options_of(2, 3);
+  options.poison_freed_blocks = true;
+  Executor executor(model, model, options);
+  EXPECT_GT(testing::expect_samples_equal_requests(executor, 50), 0);
+}
+
+// The logits or hidden states of a prompt.
+std::vector<float> values_of(Executor& executor, Request request) {
+  static_cast<void>(executor.add_request(std::move(request)));
+  for (;;) {
+    for (const RequestEvent& event : executor.poll(100)) {
+      if (event.finish_reason == FinishReason::kNone) continue;
+      EXPECT_EQ(event.error, "");
+      if (event.logits != nullptr) return *event.logits;
+      const DeviceValues& values = event.hidden_states;
+      int64_t count = 1;
+      for (const int64_t size : values.shape) count *= size;
+      return {values.data.get(), values.data.get() + count};
+    }
+  }
+}
+
+TEST(Ranks, LogitsAndHiddenStatesOfPromptsAreThoseOfOneRank) {
+  const auto model = tiny_model(
+      TinyModel{.num_qo_heads = 12, .num_kv_heads = 12, .head_dim = 8, .windows = {8, 0, 20}}, 5);
+  std::vector<int32_t> prompt;
+  for (int32_t i = 0; i < 150; ++i) prompt.push_back(i * 7 % 64);
+  std::vector<std::vector<float>> expected;
+  for (const int32_t num_ranks : {1, 2, 3, 4}) {
+    Executor executor(model, nullptr, options_of(num_ranks, 0));
+    const std::vector<std::vector<float>> values = {
+        values_of(executor, {.prompt = prompt, .score_prompt = true}),
+        values_of(executor, {.prompt = prompt, .hidden_layers = {0, 1, 3}})};
+    if (num_ranks == 1) expected = values;
+    for (size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(values[i].size(), expected[i].size());
+      ASSERT_GT(values[i].size(), 0u);
+      EXPECT_EQ(std::memcmp(values[i].data(), expected[i].data(), values[i].size() * sizeof(float)),
+                0);
+    }
+  }
+}
+
+TEST(Ranks, AModelThatCannotBeSharedSaysWhichNumbersWork) {
+  const auto refusal = [](const TinyModel& shape, int32_t num_ranks) {
+    const auto model = tiny_model(shape, 1);
+    return message_of<Unsupported>([&] { Executor(model, nullptr, options_of(num_ranks, 0)); });
+  };
+  EXPECT_THAT(
+      refusal({.num_qo_heads = 4, .num_kv_heads = 2}, 3),
+      AllOf(HasSubstr("tensor_parallel_size is 3"), HasSubstr("4 query heads and 2 KV heads"),
+            HasSubstr("allowed for this model: 1, 2, 4")));
+  EXPECT_THAT(refusal({.num_qo_heads = 12, .num_kv_heads = 6, .head_dim = 8}, 4),
+              HasSubstr("allowed for this model: 1, 2, 3, 6"));
+  EXPECT_THAT(refusal({.windows = {0}, .is_gemma = false, .kv_lora_rank = 24}, 5),
+              AllOf(HasSubstr("4 heads in its attention, latent"),
+                    HasSubstr("allowed for this model: 1, 2, 3, 4")));
+  const auto model = tiny_model({}, 1);
+  for (const int32_t num_ranks : {0, -1, 9}) {
+    EXPECT_THAT(
+        message_of<InvalidArgument>([&] { Executor(model, nullptr, options_of(num_ranks, 0)); }),
+        HasSubstr("tensor_parallel_size is " + std::to_string(num_ranks) + "; allowed: 1 to 8"));
+  }
+  ExecutorOptions null = options_of(2, 0);
+  null.use_null_device = true;
+  EXPECT_THAT(message_of<InvalidArgument>([&] { Executor(model, nullptr, null); }),
+              HasSubstr("use_null_device"));
+  Model on_gpu;
+  on_gpu.config = model->config;
+  on_gpu.device = Device::kCuda;
+  EXPECT_THAT(message_of<Unsupported>([&] { check_options(options_of(2, 0), on_gpu, nullptr); }),
+              AllOf(HasSubstr("tensor_parallel_size is 2"), HasSubstr("device cuda"),
+                    HasSubstr("allowed there: 1")));
+}
+
+TEST(Ranks, MemoryIsThatOfAllRanks) {
+  const auto model = tiny_model({.num_qo_heads = 4, .num_kv_heads = 4}, 1);
+  ExecutorOptions options = options_of(1, 0);
+  options.kv_cache_bytes = 0;
+  Executor one(model, nullptr, options);
+  options.tensor_parallel_size = 4;
+  Executor four(model, nullptr, options);
+  const MemoryReport of_one = one.memory_report();
+  const MemoryReport of_four = four.memory_report();
+  EXPECT_EQ(of_four.target_weight_bytes, of_one.target_weight_bytes);
+  EXPECT_EQ(of_four.groups[0].num_kv_heads, 1);
+  EXPECT_EQ(of_four.kv_pool_bytes % 4, 0);
+  EXPECT_GT(of_four.workspace.at("exchange of ranks"), 0);
+  EXPECT_EQ(of_four.workspace.at("results"), 4 * of_one.workspace.at("results"));
+}
+
+// An engine whose ranks a test may change before they run.
+struct RankedEngine {
+  explicit RankedEngine(int32_t num_ranks, double hang_timeout_s,
+                        const std::function<void(int32_t, CpuRunner&)>& plant)
+      : model(tiny_model({.num_qo_heads = 4, .num_kv_heads = 4, .windows = {8, 0}}, 5)) {
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      parts.push_back(rank_model(*model, {.rank = rank, .num_ranks = num_ranks}));
+    }
+    layout = plan_kv_layout(kv_layer_shapes(parts[0]->config), {}, 8, DType::kFloat32, 8 << 20);
+    const EngineOptions options = {.shape = {.max_seqs = 8,
+                                             .max_verify_rows = 256,
+                                             .max_logit_rows = 256,
+                                             .first_rows = FirstRows::kNone},
+                                   .scheduler = {.max_num_seqs = 8,
+                                                 .max_num_batched_tokens = 256,
+                                                 .prefill_chunk_size = 256,
+                                                 .max_score_rows = 16,
+                                                 .max_in_flight = 2},
+                                   .max_model_len = 256,
+                                   .vocab_size = model->config.vocab_size,
+                                   .hang_timeout_s = hang_timeout_s};
+    const CpuRunnerOptions of_rank = {
+        .runner = {.iteration = {.shape = options.shape, .max_model_len = 256}}};
+    auto group = std::make_unique<RankGroup>(num_ranks, exchanged_width(parts[0]->config) * 4,
+                                             hang_timeout_s);
+    auto runner = std::make_unique<RankedRunner>(
+        std::move(group), /*max_in_flight=*/2, [&](const RankHandle& ranks) {
+          CpuRunnerOptions own = of_rank;
+          own.runner.ranks = ranks;
+          auto made = std::make_unique<CpuRunner>(parts[static_cast<size_t>(ranks.rank)], nullptr,
+                                                  layout, own);
+          plant(ranks.rank, *made);
+          return made;
+        });
+    engine = std::make_unique<Engine>(options, layout, std::move(runner));
+  }
+
+  // Adds requests and polls until all have ended or the engine fails; returns its error.
+  std::string error() {
+    for (int32_t i = 0; i < 5; ++i) {
+      Request request{.prompt = {1, 2, 3 + i}, .sampling = {.temperature = 0, .max_tokens = 20}};
+      static_cast<void>(engine->add_request(std::move(request)));
+    }
+    return message_of<Error>([&] {
+      for (int32_t left = 5; left > 0;) {
+        for (const RequestEvent& event : engine->poll(20)) {
+          left -= event.finish_reason != FinishReason::kNone ? 1 : 0;
+        }
+      }
+    });
+  }
+
+  std::shared_ptr<const Model> model;
+  std::vector<std::shared_ptr<const Model>> parts;
+  KvLayout layout;
+  std::unique_ptr<Engine> engine;
+};
+
+// Calls change(params) on every recorded exchange of one rank.
+std::function<void(int32_t, CpuRunner&)> on_gathers(
+    int32_t of_rank, const std::function<void(GatherColumnsParams&)>& change) {
+  return [=](int32_t rank, CpuRunner& runner) {
+    if (rank != of_rank) return;
+    for (Program* const program : runner.programs()) {
+      for (GatherColumnsParams* p : program->params_of(gather_columns)) change(*p);
+    }
+  };
+}
+
+int64_t num_threads_now() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
+
+TEST(Ranks, AFailingRankEndsTheEngineWithOneError) {
+  const int64_t threads_before = num_threads_now();
+  for (const int32_t failing : {0, 1, 2}) {
+    // Columns beyond the last one.
+    RankedEngine ranked(4, /*hang_timeout_s=*/20, on_gathers(failing, [](GatherColumnsParams& p) {
+                          p.first_column = p.total_columns;
+                        }));
+    const std::string named = "rank " + std::to_string(failing) + " of 4: ";
+    EXPECT_THAT(ranked.error(), AllOf(HasSubstr(named), HasSubstr("columns ")));
+    // Every later call has the same error.
+    EXPECT_THAT(message_of<Error>([&] { static_cast<void>(ranked.engine->poll(0)); }),
+                HasSubstr(named));
+  }
+  RankedEngine sound(4, /*hang_timeout_s=*/0, [](int32_t, CpuRunner&) {});
+  EXPECT_EQ(sound.error(), "");
+  sound.engine.reset();
+  EXPECT_EQ(num_threads_now(), threads_before);
+}
+
+TEST(Ranks, AHangingRankIsNamedWithinTheTimeout) {
+  const int64_t threads_before = num_threads_now();
+  for (const int32_t hanging : {0, 1}) {
+    // It waits in a group of its own, whose other ranks do not come before its limit.
+    RankGroup elsewhere(2, 1 << 12, /*timeout_s=*/1.5);
+    const auto start = std::chrono::steady_clock::now();
+    RankedEngine ranked(2, /*hang_timeout_s=*/0.3, on_gathers(hanging, [&](GatherColumnsParams& p) {
+                          p.ranks.group = &elsewhere;
+                        }));
+    const std::string error = ranked.error();
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    EXPECT_THAT(error, AllOf(HasSubstr("rank " + std::to_string(hanging) + " of 2"),
+                             HasSubstr("hang_timeout_s is 0.3")));
+    EXPECT_LT(waited.count(), 1.4);
+    ranked.engine.reset();
+  }
+  EXPECT_EQ(num_threads_now(), threads_before);
+}
+
+// A rank that comes to one exchange in each iteration, or never.
+class FakeRank final : public Runner {
+ public:
+  FakeRank(const RankHandle& ranks, bool comes) : ranks_(ranks), comes_(comes), memory_({}) {}
+  ~FakeRank() override {
+    if (thread_.joinable()) thread_.join();
+  }
+  void bind(Batch& batch) override {
+    batch.inputs = memory_->inputs;
+    batch.capacity = memory_->capacity;
+  }
+  void launch(const Batch&) override {
+    if (!comes_) return;
+    thread_ = std::thread([this] {
+      message_ = message_of<DeviceError>([this] { ranks_.group->meet(ranks_.rank); });
+    });
+  }
+  void wait(int64_t) override {}
+  int64_t completed() override { return -1; }
+  std::span<const SequenceResult> results(int64_t) override { return {}; }
+  Timing timing(int64_t) override { return {}; }
+  void poison(GroupId, BlockId) override {}
+  std::map<std::string, int64_t, std::less<>> workspace_bytes() const override { return {}; }
+
+ private:
+  RankHandle ranks_;
+  bool comes_;
+  testing::HostBatch memory_;
+  std::string message_;
+  std::thread thread_;
+};
+
+TEST(Ranks, AnEngineEndsWhileARankIsInAnIterationThatAnotherHasNotBegun) {
+  const auto start = std::chrono::steady_clock::now();
+  {
+    RankedRunner runner(std::make_unique<RankGroup>(2, 1 << 10, /*timeout_s=*/20),
+                        /*max_in_flight=*/2, [](const RankHandle& ranks) {
+                          return std::make_unique<FakeRank>(ranks, /*comes=*/ranks.rank == 0);
+                        });
+    Batch batch;
+    runner.bind(batch);
+    *batch.inputs.counts = {};
+    runner.launch(batch);
+  }
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+  EXPECT_LT(waited.count(), 10);
+}
+
+TEST(Ranks, PlantedFaultsGoRed) {
+  const auto tokens_of = [](const std::function<void(int32_t, CpuRunner&)>& plant) {
+    RankedEngine ranked(2, /*hang_timeout_s=*/0, plant);
+    static_cast<void>(ranked.engine->add_request(
+        {.prompt = {1, 2, 3}, .sampling = {.temperature = 0, .max_tokens = 30}}));
+    std::vector<int32_t> tokens;
+    for (bool has_ended = false; !has_ended;) {
+      for (const RequestEvent& event : ranked.engine->poll(20)) {
+        tokens.insert(tokens.end(), event.token_ids.begin(), event.token_ids.end());
+        has_ended = event.finish_reason != FinishReason::kNone;
+      }
+    }
+    return tokens;
+  };
+  const auto nothing = [](int32_t, CpuRunner&) {};
+  const std::vector<int32_t> expected = tokens_of(nothing);
+  EXPECT_EQ(tokens_of(nothing), expected);
+  // Both ranks swap their columns of every exchange with equal parts.
+  const auto swaps = [](int32_t, CpuRunner& runner) {
+    for (Program* const program : runner.programs()) {
+      for (GatherColumnsParams* p : program->params_of(gather_columns)) {
+        if (2 * p->num_columns != p->total_columns) continue;
+        p->first_column = p->first_column == 0 ? p->num_columns : 0;
+      }
+    }
+  };
+  EXPECT_NE(tokens_of(swaps), expected);
+  // A rank that keeps other columns than the rest draws other tokens, which is seen at once.
+  EXPECT_THAT(message_of<Error>([&] {
+                static_cast<void>(tokens_of(on_gathers(1, [](GatherColumnsParams& p) {
+                  if (p.total_columns == 64) p.y = static_cast<float*>(p.y) + 1;
+                })));
+              }),
+              HasSubstr("ranks 0 and 1 of 2 have drawn different tokens"));
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tensor_parallel_size`: any number of ranks has the output of one, from every front door."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drafter_checks import PROMPTS
+from errors import refuses
+from paceline import LLM, AsyncLLM, EngineConfig, SamplingParams
+from tiny_models import TinySpec, load_tensors, make
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "qwen3_moe", "glm4_moe_lite", "qwen3_5")
+ENGINE: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 128,
+    "kv_cache_bytes": 8 << 20,
+    "show_progress": False,
+}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=3),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, prompt_logprobs=2),
+]
+
+
+def generated(llm: LLM) -> list[Any]:
+    """All that outputs have of each prompt, greedy and sampled."""
+    found = []
+    for params in PARAMS:
+        for output in llm.generate(PROMPTS, params):
+            (sample,) = output.outputs
+            found.append((sample.token_ids, sample.logprobs, output.prompt_logprobs))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_are_those_of_one_rank(family: str) -> None:
+    target = make(TinySpec(family, seed=3))
+    draft = make(TinySpec("llama", seed=4, hidden_size=32, heads=2, kv_heads=1))
+    config = {"model": str(draft), "num_speculative_tokens": 3}
+    expected = None
+    for ranks in (1, 2, 4):
+        for speculative in (None, config):
+            with LLM(
+                target, speculative_config=speculative, tensor_parallel_size=ranks, **ENGINE
+            ) as llm:
+                found = generated(llm)
+            expected = found if expected is None else expected
+            assert found == expected, (ranks, speculative)
+
+
+def test_logits_and_hidden_states_are_those_of_one_rank() -> None:
+    target = make(TinySpec("gemma3", seed=3))
+    values = []
+    for ranks in (1, 2):
+        with LLM(target, tensor_parallel_size=ranks, **ENGINE) as llm:
+            prompt = list(range(3, 60))
+            hidden = llm.hidden_states(prompt, layers=[0, 2])
+            values.append((np.asarray(llm.logits(prompt)), np.asarray(hidden)))
+    for one, two in zip(*values, strict=True):
+        assert one.size > 0 and np.array_equal(one, two)
+
+
+def test_async_engine_and_weight_updates() -> None:
+    target, other = (make(TinySpec("qwen3", seed=seed)) for seed in (3, 5))
+    with LLM(other, **ENGINE) as llm:
+        expected = generated(llm)
+    with LLM(target, tensor_parallel_size=2, **ENGINE) as llm:
+        assert generated(llm) != expected
+        # The ranks read the weights where they lie.
+        llm.update_weights(load_tensors(other))
+        assert generated(llm) == expected
+
+    async def first() -> list[int]:
+        async with AsyncLLM(other, tensor_parallel_size=4, **ENGINE) as llm:
+            async for output in llm.generate(PROMPTS[0], PARAMS[0]):
+                tokens = output.outputs[0].token_ids
+            return list(tokens)
+
+    assert asyncio.run(first()) == expected[0][0]
+
+
+def num_tasks() -> int:
+    """The threads of this process, those of C++ among them."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_ranks_divide_threads_and_leave_none() -> None:
+    before = threading.active_count(), num_tasks()
+    target = make(TinySpec("llama", seed=3))
+    for ranks, threads in ((1, 4), (2, 4), (4, 4), (4, 1)):
+        with LLM(target, tensor_parallel_size=ranks, num_threads=threads, **ENGINE) as llm:
+            report = llm.memory_report()
+            assert report["groups"][0]["num_kv_heads"] == max(2 // ranks, 1)
+            assert report["kv_pool_bytes"] % ranks == 0
+            llm.generate(PROMPTS[:1], PARAMS[0])
+    # Threads of earlier tests may have ended since.
+    assert threading.active_count() <= before[0]
+    assert num_tasks() <= before[1]
+
+
+def test_refusals_name_the_numbers_that_work() -> None:
+    target = make(TinySpec("llama", seed=3))
+    for ranks in (3, 8):
+        with pytest.raises(NotImplementedError) as error:
+            LLM(target, tensor_parallel_size=ranks, **ENGINE)
+        assert f"tensor_parallel_size is {ranks}, but layer 0 has 4 query heads" in str(error.value)
+        assert "allowed for this model: 1, 2, 4" in str(error.value)
+    for wrong in (0, 9, 2.0, "2", True):
+        value: Any = wrong
+        call = functools.partial(EngineConfig, tensor_parallel_size=value)
+        refuses(call, "tensor_parallel_size is ")
+
+
+def test_command_line() -> None:
+    target = make(TinySpec("llama", seed=3))
+    outputs = []
+    for flags in ([], ["--tensor-parallel-size", "2"], ["-tp", "4"]):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "paceline", "generate", "--model", str(target)),
+                *("--device", "cpu", "--max-tokens", "8", "--temperature", "0", "--json"),
+                *flags,
+                "hello",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.append(json.loads(done.stdout.splitlines()[0]))
+    assert [output["configured"]["tensor_parallel_size"] for output in outputs] == [1, 2, 4]
+    assert all(output["token_ids"] == outputs[0]["token_ids"] for output in outputs)
