@@ -22,30 +22,11 @@ namespace {
 template <class Base, int32_t converters, int32_t ahead, int32_t blocks = 1>
 using Converted = ConvertedTile<Base, converters, 1, ahead, blocks>;
 
-// At most 16 tokens, which are the rows of the products, by `weights` weights. `buffers`: how many
-// times 64 columns of the tokens are in registers.
-template <int32_t weights, int32_t steps, int32_t buffers>
-struct FewTokens : Tile<RowsAre::kTokens, 1, weights, steps> {
-  using Base = Tile<RowsAre::kTokens, 1, weights, steps>;
-  static constexpr bool kRowsInRegisters = true;
-  static constexpr int32_t kRowBuffers = buffers;
-  static constexpr int32_t kTokens = 16;
-  static constexpr int32_t kTokenBytes = kTokens * Base::kRowBytes;
-  static constexpr int32_t kStageBytes = steps * (Base::kWeightBytes + kTokenBytes);
-};
-
-using Few16 = Converted<FewTokens<16, 4, 2>, 12, 2>;
-using Few32 = Converted<FewTokens<32, 4, 2>, 12, 3>;
-using Few48 = Converted<FewTokens<48, 4, 2>, 12, 3>;
-// Of more weights, which are the rows; three blocks share a multiprocessor.
+using Thin16 = Converted<ThinRows<16>, 12, 2>;
+using Thin32 = Converted<ThinRows<32>, 16, 2>;
+using Thin48 = Converted<ThinRows<48>, 12, 3>;
+// The narrowest tile of many.
 using Narrow = Converted<WeightRows<1, 16, 2>, 4, 3, 3>;
-
-// Clocks of shared memory, which moves 128 bytes a clock, for each column of K.
-template <class Tile>
-constexpr double shared_clocks() {
-  if constexpr (!Tile::kRowsInRegisters) return clocks_per_depth<Tile>();
-  return 2 * (Tile::kWeights + Tile::kTokens) * 2 / 128.0;  // in and out
-}
 
 // What bounds a tile, in clocks for each column of K: its products and shared memory, the
 // conversion of its weights, and the chain of its sums. The first two add up for the tiles of a
@@ -56,7 +37,7 @@ double cost_of(const CudaContext& ctx, const GemmParams& p) {
   // Per clock: of a warp alone, and of a multiprocessor.
   constexpr double kRate = std::min(0.35 * Tile::kConverters * Tile::kBlocks, 3.2);
   constexpr double kConversion = Tile::kWeights / kPackedRows * kInstructions / kRate;
-  constexpr double kBound = std::max(shared_clocks<Tile>(), kConversion);
+  constexpr double kBound = std::max(clocks_per_depth<Tile>(), kConversion);
   constexpr double kChain = (16 + Tile::kColumns / 4) / 16.0;
   const int64_t waves = num_waves<Tile>(ctx, p);
   const int64_t rounds = (waves + Tile::kBlocks - 1) / Tile::kBlocks;
@@ -101,7 +82,7 @@ bool takes_converted(const CudaContext& ctx, const GemmParams& p) {
 void launch_converted(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
   if (p.max_rows <= 16) {
     if (end.activation != nullptr) return launch_converted_tile<Narrow>(ctx, p, end);
-    launch_cheapest_of<Few16, Few32, Few48, Narrow>(ctx, p, end);
+    launch_cheapest_of<Thin16, Thin32, Thin48, Narrow>(ctx, p, end);
   } else if (p.max_rows <= 64) {
     launch_cheapest_of<Converted<TokenRows<1, 32, 2>, 12, 3>, Converted<TokenRows<1, 48, 2>, 12, 3>,
                        Converted<TokenRows<1, 96, 2>, 12, 2>>(ctx, p, end);

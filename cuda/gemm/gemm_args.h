@@ -71,8 +71,7 @@ struct Tile {
   static constexpr int32_t kWeightBytes = kWeights * kDepth * weight_bits / 8;
   static constexpr int32_t kTokenBytes = kTokens * kRowBytes;
   static constexpr int32_t kStageBytes = kSteps * (kWeightBytes + kTokenBytes);
-  static constexpr bool kWeightsArrive = true;     // by the copy engine
-  static constexpr bool kRowsInRegisters = false;  // while they are multiplied
+  static constexpr bool kWeightsArrive = true;  // by the copy engine
   // Read behind a ring.
   static constexpr int32_t kBehindBytes = thin_rows > 0 ? (kGroupRows - thin_rows) * kRowBytes : 0;
 

@@ -59,7 +59,6 @@ struct StagedTile : StagedRows<Out, Tile::kWeights, Tile::kTokens, Tile::kConsum
       if (first_row >= Tile::kWeights) return;  // of a thin tile
       put_weight_rows(sums, first_row, bias_of);
     } else {
-      if (first_row >= Tile::kTokens) return;  // of at most 16 tokens
       put_token_rows(sums, first_row, bias_of);
     }
   }

@@ -137,65 +137,6 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
   pin(sums);
 }
 
-// The same for at most 16 tokens, which are the rows of the products: the first warp has them in
-// registers, and those of the others are zero. So shared memory moves no rows that do not exist.
-template <class Tile>
-__device__ __forceinline__ void consume_few_tokens(const Ring<Tile>& ring, int32_t num_blocks,
-                                                   Accumulators<Tile>& sums) {
-  constexpr int32_t kBuffers = Tile::kRowBuffers;
-  static_assert(Tile::kSteps % kBuffers == 0 && Tile::kTokens == 16);
-  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const bool has_tokens = threadIdx.x < 32;
-  // The lane's row of four matrices, and its 16 bytes in the first 16 columns.
-  const auto of_lane =
-      static_cast<uint32_t>(lane % 16 * Tile::kRowBytes + (lane / 16 ^ lane % 8) * 16);
-  const uint32_t data = uniform(shared_address(ring.data));
-  const uint32_t full = uniform(shared_address(ring.full));
-  const uint32_t empty = uniform(shared_address(ring.empty));
-  uint32_t rows[kBuffers][4][4] = {};  // of 64 columns
-  int32_t stage = 0;
-  uint32_t parity = 0;
-  int32_t previous = -1;
-  for (int32_t block = 0; block < num_blocks; ++block) {
-    barrier_wait(full + stage * static_cast<uint32_t>(sizeof(uint64_t)), parity);
-    if constexpr (!Tile::kWeightsArrive) fence_shared_for_wgmma();
-    const uint32_t weights = uniform(data + stage * Tile::kStageBytes);
-    const uint32_t tokens = weights + Tile::kSteps * Tile::kWeightBytes + of_lane;
-    const uint64_t b = tile_descriptor(weights);
-#pragma unroll
-    for (int32_t step = 0; step < Tile::kSteps; ++step) {
-      // The products that read these registers are done.
-      wgmma_wait<kBuffers - 1>();
-      if (step == kBuffers - 1 && previous >= 0 && lane == 0) {
-        barrier_arrive(empty + previous * static_cast<uint32_t>(sizeof(uint64_t)));
-      }
-      uint32_t (&a)[4][4] = rows[step % kBuffers];
-      if (has_tokens) {
-#pragma unroll
-        for (int32_t i = 0; i < 4; ++i) {
-          ldmatrix_x4(a[i], (tokens + step * Tile::kTokenBytes) ^ static_cast<uint32_t>(i * 32));
-        }
-      }
-      pin(sums);
-      wgmma_begin();
-#pragma unroll
-      for (int32_t i = 0; i < 4; ++i) {
-        wgmma<Tile::kColumns>(sums, a[i],
-                              b + step * (Tile::kWeightBytes >> 4) + i * kNext16Columns);
-      }
-      wgmma_commit();
-      pin(sums);
-    }
-    previous = stage;
-    if (++stage == ring.num_stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  wgmma_wait<0>();
-  pin(sums);
-}
-
 // Where the first output of a block lies.
 struct TilePlace {
   int32_t first_token;
@@ -236,11 +177,7 @@ __device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmA
     }
   }
   Accumulators<Tile> sums = {};
-  if constexpr (Tile::kRowsInRegisters) {
-    consume_few_tokens<Tile>(ring, num_blocks, sums);
-  } else {
-    consume<Tile>(ring, num_blocks, sums);
-  }
+  consume<Tile>(ring, num_blocks, sums);
 
   // The ring is idle: all requested tiles have been multiplied.
   const Staged staged = {reinterpret_cast<Out*>(ring.data)};
