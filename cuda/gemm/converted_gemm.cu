@@ -23,7 +23,7 @@ template <class Base, int32_t converters, int32_t ahead, int32_t blocks = 1>
 using Converted = ConvertedTile<Base, converters, 1, ahead, blocks>;
 
 using Thin16 = Converted<ThinRows<16>, 12, 2>;
-using Thin32 = Converted<ThinRows<32>, 16, 2>;
+using Thin32 = Converted<ThinRows<32>, 12, 3>;
 using Thin48 = Converted<ThinRows<48>, 12, 3>;
 // The narrowest tile of many.
 using Narrow = Converted<WeightRows<1, 16, 2>, 4, 3, 3>;

@@ -17,12 +17,10 @@ namespace portable {
 namespace {
 
 // Weights by tokens. The memory bounds tiles of few tokens: their stages have 128 columns.
-using P16x16 = TileShape<Rows::kTokens, 2, 1, 1, 1, 128, 4>;
+using P16x8 = TileShape<Rows::kWeights, 1, 1, 1, 1, 128, 8>;
 using P32x16 = TileShape<Rows::kTokens, 4, 1, 1, 1, 128, 2>;
 using P64x8 = TileShape<Rows::kWeights, 4, 1, 1, 1, 128, 4>;
 using P64x16 = TileShape<Rows::kWeights, 4, 1, 1, 2, 128, 4>;
-using P32x32 = TileShape<Rows::kWeights, 2, 2, 1, 2, 128, 2>;
-using P32x64 = TileShape<Rows::kWeights, 2, 2, 1, 4, 128, 2>;
 using P64x32 = TileShape<Rows::kWeights, 4, 1, 1, 4, 128, 2>;
 using P64x64 = TileShape<Rows::kWeights, 2, 2, 2, 4, 64, 2>;
 using P128x64 = TileShape<Rows::kWeights, 2, 2, 4, 4, 64, 2>;
@@ -90,12 +88,13 @@ void launch_shape(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
 using Launch = void (*)(CudaContext&, const ExpertGemmParams&, const ProductCall&,
                         const GatedActivationParams*);
 
-// Whether a multiprocessor has at most `limit` tiles of few rows.
-template <class Shape>
-bool are_few(const CudaContext& ctx, const ExpertGemmParams& p, int32_t limit) {
+// Of up to kTokens expected rows: wide tiles where each multiprocessor gets two of them, as they
+// read the tokens less often.
+template <class Wide, class Narrow>
+Launch launch_of_few(const CudaContext& ctx, const ExpertGemmParams& p) {
   const int64_t hit = p.expert_begin == nullptr ? 1 : std::min(p.weight.num_experts, p.max_rows);
-  const int64_t tiles = hit * ((p.weight.first.n + Shape::kWeights - 1) / Shape::kWeights);
-  return tiles <= int64_t{limit} * ctx.num_sms;
+  const int64_t tiles = hit * ((p.weight.first.n + Wide::kWeights - 1) / Wide::kWeights);
+  return tiles >= 2 * int64_t{ctx.num_sms} ? &launch_shape<Wide> : &launch_shape<Narrow>;
 }
 
 // The tile that costs the busiest multiprocessor the least. A tile's cost is its products, and what
@@ -118,21 +117,11 @@ Launch launch_of_many(const CudaContext& ctx, const ExpertGemmParams& p) {
 
 Launch launch_for(const CudaContext& ctx, const ExpertGemmParams& p) {
   const int32_t rows = rows_to_expect(p);
-  // Narrow tiles where wide ones would leave multiprocessors without any; they read tokens more
-  // often.
-  const bool is_narrow = are_few<P32x16>(ctx, p, 2);
-  if (rows <= 16) {
-    if (are_few<P16x16>(ctx, p, 1)) return &launch_shape<P16x16>;
-    if (is_narrow) return &launch_shape<P32x16>;
-    return rows <= 8 ? &launch_shape<P64x8> : &launch_shape<P64x16>;
-  }
+  if (rows <= 8) return launch_of_few<P64x8, P16x8>(ctx, p);
+  if (rows <= 16) return launch_of_few<P64x16, P32x16>(ctx, p);
   // As expert_gemm_plain.cu: one and a half times the mean of an expert's rows.
-  if (rows <= (p.expert_begin != nullptr ? 42 : 32)) {
-    return is_narrow ? &launch_shape<P32x32> : &launch_shape<P64x32>;
-  }
-  if (rows <= 64) {
-    return is_narrow ? &launch_shape<P32x64> : launch_of_many<P128x64, P64x64>(ctx, p);
-  }
+  if (rows <= (p.expert_begin != nullptr ? 42 : 32)) return &launch_shape<P64x32>;
+  if (rows <= 64) return launch_of_many<P128x64, P64x64>(ctx, p);
   return launch_of_many<P128x128, P128x64, P64x64>(ctx, p);
 }
 
