@@ -31,6 +31,7 @@ void gather_columns(CpuContext& ctx, const GatherColumnsParams& p) {
   // Where x has its place in y, it stays there.
   const bool is_in_place = p.x == y + begin && p.x_stride == p.total_columns;
   const auto copy = [](std::byte* to, const std::byte* from, int64_t bytes) {
+    if (bytes == 0) return;  // x may be null without columns
     std::memcpy(to, from, static_cast<size_t>(bytes));
   };
   for (int32_t first = 0; first < num_rows; first += rows_a_step) {
