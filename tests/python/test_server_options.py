@@ -254,11 +254,14 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--ssl-keyfile", "k", "a"], ["put a proxy with TLS before it"]),
         (["--max-num-sqs=3"], ["unrecognized arguments: ", "did you mean --max-num-seqs"]),
         (
-            ["--quantization", "awq", "--swap-space", "4", "-tp", "2", "--dtype", "half", "--foo"],
+            [
+                *("--quantization", "awq", "--swap-space", "4", "--dtype", "half", "--foo"),
+                *("--pipeline-parallel-size", "2"),
+            ],
             [
                 "unrecognized arguments: --foo; ",
                 "--quantization awq: leave it out: the checkpoint's config.json",
-                "--tensor-parallel-size 2: leave it out: a model runs on one GPU",
+                "--pipeline-parallel-size 2: leave it out: a model runs on one GPU",
                 "--dtype half: 'auto' loads a checkpoint in float16 as float32",
             ],
         ),
