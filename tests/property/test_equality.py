@@ -69,7 +69,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     # Not 0: each iteration drafts another number of tokens.
     "draft_schedule_seed": (0, 1, 2),
-    # Fewer where the model cannot be shared by so many.
+    # A model that cannot be shared by 4 or by 2 ranks has the largest number that can.
     "ranks": (1, 2, 4),
 }
 

@@ -283,7 +283,7 @@ def test_an_engine_takes_the_place_of_its_earlier_figures() -> None:
 
 
 def test_the_commands_of_the_page_run_and_name_that_of_vllm(tmp_path: Path) -> None:
-    # Nobody finds vLLM behind this, even where it is installed.
+    # With this folder on its path, a process cannot import vLLM even where it is installed.
     (tmp_path / "without").mkdir()
     hiding = 'import sys\n\nsys.modules["vllm"] = None\n'
     (tmp_path / "without" / "sitecustomize.py").write_text(hiding)

@@ -20,7 +20,8 @@ class RankedRunner final : public Runner {
   // Makes the runner of one rank, which gets the handle as RunnerOptions::ranks.
   using MakeRank = std::function<std::unique_ptr<Runner>(const RankHandle&)>;
 
-  // `group`: of as many ranks, which nobody else uses. max_in_flight: as the runners have it.
+  // Makes one runner for each rank of `group`, and uses the group alone. max_in_flight: the number
+  // of iterations that each of these runners takes at once.
   RankedRunner(std::unique_ptr<RankGroup> group, int32_t max_in_flight, const MakeRank& make_rank);
   // Ends the iterations in flight.
   ~RankedRunner() override;

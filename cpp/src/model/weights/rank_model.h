@@ -11,7 +11,8 @@
 
 namespace paceline {
 
-// Throws Unsupported, which says how many ranks can share the model, where so many cannot.
+// Throws Unsupported if this many ranks cannot share the model. The message has the numbers that
+// can.
 void check_ranks(const Model& whole, int32_t num_ranks);
 
 // `whole` must outlive the result, and passes check_ranks(). The description has the heads and MLP

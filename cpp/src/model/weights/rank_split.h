@@ -5,7 +5,7 @@
 // that each output keeps its one sum over all inputs (docs/tensor-parallel.md). A kind of layer
 // that can be split has two functions in its weights.h, and other kinds have the defaults below:
 //   split_refusal(kind, weights, num_ranks)
-//     why so many ranks cannot share the layer, or empty
+//     says why this many ranks cannot share the layer; empty if they can
 //   split_layer(kind, weights, share)
 //     leaves of both what a rank has, and returns the most elements of a row that are gathered at
 //     once
