@@ -393,11 +393,10 @@ __global__ void __launch_bounds__(kPortableThreads)
 }  // namespace
 
 void run_portable(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
-  static const bool is_allowed = [] {
+  static OncePerDevice allow;
+  allow([] {
     allow_shared_bytes(latent_portable_kernel, S::kSharedBytes, "latent_attention_kernel");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  });
   const paged::Tiles of_launch(p, S::kRows);
   const int64_t tiles = of_launch.count;
   if (tiles == 0) return;

@@ -354,11 +354,9 @@ constexpr int32_t kManyRows = 64;
 template <auto* kKernel, int32_t kRows, class Params>
 void launch_tile(CudaContext& ctx, const char* name, uint32_t column_tiles, int32_t depth,
                  const Params& p) {
-  static const bool is_allowed = [&] {
-    allow_shared_bytes(kKernel, std::min(kMaxHeadBytes, ctx.block_shared_bytes), name);
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow(
+      [&] { allow_shared_bytes(kKernel, std::min(kMaxHeadBytes, ctx.block_shared_bytes), name); });
   launch(ctx, name, kKernel,
          dim3(static_cast<uint32_t>(p.heads.num_heads), column_tiles, tiles(p.max_rows, kRows)),
          dim3(kHeadThreads), static_cast<size_t>(head_shared_bytes(kRows, depth)), p);

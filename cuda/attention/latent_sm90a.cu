@@ -15,11 +15,8 @@ template <int32_t rows>
 void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   using S = Shape<rows>;
   constexpr auto* kKernel = &latent_attention_kernel<S>;
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, S::kSharedBytes, "latent_attention_kernel");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(kKernel, S::kSharedBytes, "latent_attention_kernel"); });
 
   const paged::Tiles of_launch(p, S::kRows);
   const int64_t tiles = of_launch.count;

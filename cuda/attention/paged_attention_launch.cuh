@@ -38,11 +38,8 @@ template <int kHeadDim, int kMTiles, Ring kRing>
 void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   using S = Shape<kHeadDim, kMTiles, kRing>;
   constexpr auto* kKernel = &paged_attention_kernel<kHeadDim, kMTiles, kRing>;
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, S::kSharedBytes, "paged_attention_kernel");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(kKernel, S::kSharedBytes, "paged_attention_kernel"); });
 
   const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
   const int64_t packed_rows = p.max_rows_per_seq * heads_per_group;

@@ -38,11 +38,8 @@ prefill::KvMaps maps_of(const PagedAttentionParams& p) {
 template <class S>
 void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p, int32_t min_rows) {
   constexpr auto* kKernel = &prefill::prefill_attention_kernel<S>;
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, S::kSharedBytes, "prefill_attention_kernel");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(kKernel, S::kSharedBytes, "prefill_attention_kernel"); });
   const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
   const int64_t tiles_per_seq = (p.max_rows_per_seq * heads_per_group + S::kRows - 1) / S::kRows;
   // An upper bound for every batch: each sequence rounds up at most once.

@@ -10,7 +10,10 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -21,6 +24,7 @@
 #include "base/philox.h"
 #include "common/describe_device.h"
 #include "common/device_calls.h"
+#include "common/device_scope.h"
 #include "common/launch.cuh"
 #include "common/pack_rows.h"
 #include "device/cuda_support.h"
@@ -164,23 +168,21 @@ class Staging {
 
 // Of the device that the calling thread uses.
 int64_t num_multiprocessors() {
-  int device = 0;
   int count = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()),
         "the number of multiprocessors");
   return count;
 }
 
 class CudaMemory final : public DeviceMemory {
  public:
-  CudaMemory() {
-    // The first GPU that the process sees; CUDA_VISIBLE_DEVICES chooses it.
-    check(cudaSetDevice(0), "cudaSetDevice");
+  explicit CudaMemory(int32_t gpu) : gpu_(gpu) {
+    const DeviceScope scope(gpu_);
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   }
 
   std::byte* allocate(int64_t bytes, std::string_view purpose) override {
+    const DeviceScope scope(gpu_);
     PACELINE_CHECK(bytes >= 0, "bytes = ", bytes);
     ++device_calls().num_allocations;
     void* data = nullptr;
@@ -205,6 +207,7 @@ class CudaMemory final : public DeviceMemory {
   }
   void release(std::byte* data, int64_t) noexcept override { cudaFree(data); }
   std::byte* allocate_shared(int64_t bytes, std::string_view purpose) override {
+    const DeviceScope scope(gpu_);
     void* data = nullptr;
     check(cudaHostAlloc(&data, static_cast<size_t>(bytes),
                         cudaHostAllocMapped | cudaHostAllocPortable),
@@ -216,21 +219,28 @@ class CudaMemory final : public DeviceMemory {
   bool is_host_memory() const override { return false; }
 
   void upload(std::byte* to, const void* from, int64_t bytes) override {
+    const DeviceScope scope(gpu_);
     check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream_),
           "upload");
     synchronize(stream_, "upload");
   }
   void download(void* to, const std::byte* from, int64_t bytes) override {
+    const DeviceScope scope(gpu_);
     check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_),
           "download");
     synchronize(stream_, "download");
   }
 
-  std::span<std::byte> staging() override { return staging_of_thread().next(stream_); }
+  std::span<std::byte> staging() override {
+    const DeviceScope scope(gpu_);
+    return staging_of_thread().next(stream_);
+  }
   void upload_staged(std::byte* to, int64_t bytes) override {
+    const DeviceScope scope(gpu_);
     staging_of_thread().upload(to, bytes, stream_);
   }
   void finish() override {
+    const DeviceScope scope(gpu_);
     synchronize(stream_, "loading weights");  // of all threads
     staging_of_thread().release();
     scratch_of_thread() = DeviceBuffer();
@@ -244,10 +254,12 @@ class CudaMemory final : public DeviceMemory {
     return {scratch.data(), Staging::kHalfBytes};
   }
   void pack(const PackedTensor& to, int64_t first, int64_t count, const std::byte* from) override {
+    const DeviceScope scope(gpu_);
     pack_rows(stream_, to, first, count, from);
   }
 
   void convert(std::byte* to, DType to_dtype, const SourceMatrix& from, DType from_dtype) override {
+    const DeviceScope scope(gpu_);
     const bool is_row_major =
         from.col_stride == 1 && (from.rows == 1 || from.row_stride == from.cols);
     if (from_dtype == to_dtype && is_row_major) {
@@ -282,6 +294,7 @@ class CudaMemory final : public DeviceMemory {
 
   void fill_from_quantiles(std::byte* to, int64_t first, int64_t count, DType dtype, uint64_t seed,
                            uint32_t salt, const std::byte* quantiles) override {
+    const DeviceScope scope(gpu_);
     PACELINE_CHECK(first % 8 == 0, first);
     constexpr int32_t kThreads = 256;
     const auto blocks = static_cast<uint32_t>(
@@ -313,18 +326,28 @@ class CudaMemory final : public DeviceMemory {
   }
 
   // One buffer per thread, so that two threads can load models at the same time.
-  static Staging& staging_of_thread() {
-    thread_local Staging staging;
-    return staging;
+  Staging& staging_of_thread() const {
+    thread_local std::array<Staging, kMaxCudaDevices> staging;
+    return staging[static_cast<size_t>(gpu_)];
   }
 
-  static DeviceBuffer& scratch_of_thread() {
-    thread_local DeviceBuffer scratch;
-    return scratch;
+  DeviceBuffer& scratch_of_thread() const {
+    thread_local std::array<DeviceBuffer, kMaxCudaDevices> scratch;
+    return scratch[static_cast<size_t>(gpu_)];
   }
 
+  int32_t gpu_;
   cudaStream_t stream_ = nullptr;
 };
+
+// Throws Unsupported unless kernels run and there is a GPU of this number.
+void check_gpu(int32_t gpu) {
+  static const CudaStatus status = cuda_status();
+  if (!status.is_usable) throw Unsupported(status.reason);
+  if (gpu >= 0 && gpu < status.num_gpus) return;
+  throw Unsupported(concat("there is no GPU ", gpu, "; allowed: 0 to ", status.num_gpus - 1,
+                           ", the GPUs that the process sees (CUDA_VISIBLE_DEVICES chooses them)"));
+}
 
 }  // namespace
 }  // namespace cuda
@@ -361,6 +384,7 @@ CudaStatus cuda_status() {
       status.reason = concat("GPU 0 cannot be used: ", cudaGetErrorString(cudaGetLastError()));
       return status;
     }
+    status.num_gpus = std::min(count, kMaxCudaDevices);
     status.name = properties.name;
     status.compute_capability = properties.major * 10 + properties.minor;
     status.num_sms = properties.multiProcessorCount;
@@ -384,10 +408,10 @@ CudaStatus cuda_status() {
   });
 }
 
-int64_t cuda_free_bytes() {
-  return at_boundary([]() -> int64_t {
-    const CudaStatus status = cuda_status();
-    if (!status.is_usable) throw Unsupported(status.reason);
+int64_t cuda_free_bytes(int32_t gpu) {
+  return at_boundary([&]() -> int64_t {
+    cuda::check_gpu(gpu);
+    const cuda::DeviceScope scope(gpu);
     size_t free_bytes = 0;
     size_t total_bytes = 0;
     cuda::check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
@@ -395,11 +419,52 @@ int64_t cuda_free_bytes() {
   });
 }
 
-DeviceMemory& cuda_memory() {
-  static const CudaStatus status = cuda_status();
-  if (!status.is_usable) throw Unsupported(status.reason);
-  static cuda::CudaMemory memory;
-  return memory;
+DeviceMemory& cuda_memory(int32_t gpu) {
+  cuda::check_gpu(gpu);
+  static std::array<std::optional<cuda::CudaMemory>, kMaxCudaDevices> memories;
+  static std::array<std::once_flag, kMaxCudaDevices> made;
+  auto& memory = memories[static_cast<size_t>(gpu)];
+  std::call_once(made[static_cast<size_t>(gpu)], [&] { memory.emplace(gpu); });
+  return *memory;
+}
+
+void connect_gpus(std::span<const int32_t> gpus) {
+  const auto properties = [](int32_t gpu) {
+    cuda::check_gpu(gpu);
+    cudaDeviceProp of_gpu = {};
+    cuda::check(cudaGetDeviceProperties(&of_gpu, gpu), "cudaGetDeviceProperties");
+    return of_gpu;
+  };
+  const cudaDeviceProp first = properties(gpus.front());
+  for (const int32_t gpu : gpus) {
+    const cudaDeviceProp other = properties(gpu);
+    if (std::string_view(other.name) != first.name ||
+        other.totalGlobalMem / 16 != first.totalGlobalMem / 16) {
+      throw Unsupported(concat("GPU ", gpus.front(), " is ", first.name, " with ",
+                               first.totalGlobalMem >> 20, " MiB, but GPU ", gpu, " is ",
+                               other.name, " with ", other.totalGlobalMem >> 20,
+                               " MiB; allowed: GPUs of one kind, since all compute equal parts"));
+    }
+  }
+  for (const int32_t gpu : gpus) {
+    for (const int32_t peer : gpus) {
+      if (peer == gpu) continue;
+      int can_access = 0;
+      cuda::check(cudaDeviceCanAccessPeer(&can_access, gpu, peer), "cudaDeviceCanAccessPeer");
+      if (can_access == 0) {
+        throw Unsupported(concat("GPU ", gpu, " cannot access the memory of GPU ", peer,
+                                 "; allowed: GPUs that can, for example over NVLink "
+                                 "(nvidia-smi topo -p2p n shows which)"));
+      }
+      const cuda::DeviceScope scope(gpu);
+      const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
+      if (status == cudaErrorPeerAccessAlreadyEnabled) {
+        (void)cudaGetLastError();
+      } else {
+        cuda::check(status, "cudaDeviceEnablePeerAccess");
+      }
+    }
+  }
 }
 
 double measure_cuda_read_bandwidth() {

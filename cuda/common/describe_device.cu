@@ -10,6 +10,7 @@
 #include <paceline/error.h>
 
 #include "base/check.h"
+#include "common/device_scope.h"
 #include "common/status.h"
 #include "device/cuda_context.h"
 #include "device/cuda_support.h"
@@ -19,7 +20,7 @@ namespace {
 
 int32_t attribute(cudaDeviceAttr which) {
   int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, 0), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&value, which, current_device()), "cudaDeviceGetAttribute");
   return value;
 }
 

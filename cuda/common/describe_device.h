@@ -10,12 +10,12 @@ struct CudaContext;
 
 namespace cuda {
 
-// Fills the members of `ctx` that say what GPU 0 is. Portable kernels are chosen on a device that
-// does not run those of sm_90a, and where asks_for_portable_kernels. Throws Unsupported where the
-// build has no kernels for the device.
+// Fills the members of `ctx` that say what the calling thread's GPU is. Portable kernels are chosen
+// on a device that does not run those of sm_90a, and where asks_for_portable_kernels. Throws
+// Unsupported where the build has no kernels for the device.
 void describe_device(CudaContext& ctx);
 
-// Whether GPU 0 runs the kernels of sm_90a, and this build has them.
+// Whether the calling thread's GPU runs the kernels of sm_90a, and this build has them.
 [[nodiscard]] bool runs_sm90a();
 
 // Whether PACELINE_PORTABLE is 1. Throws InvalidArgument for another value than 0 and 1.

@@ -14,11 +14,15 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <mutex>
 #include <utility>
 
+#include "common/device_scope.h"
 #include "common/kernel_trace.h"
 #include "common/status.h"
 #include "device/cuda_context.h"
+#include "device/cuda_support.h"
 
 namespace paceline::cuda {
 
@@ -86,5 +90,21 @@ void allow_shared_bytes(void (*kernel)(Params...), size_t bytes, const char* nam
                              static_cast<int>(bytes)),
         name);
 }
+
+// Runs a function once for each GPU, when the first thread that uses this GPU calls. A kernel has
+// limits on every GPU. Static.
+class OncePerDevice {
+ public:
+  // Returns the GPU.
+  template <class Function>
+  int32_t operator()(const Function& function) {
+    const int32_t device = current_device();
+    std::call_once(once_.at(static_cast<size_t>(device)), function);
+    return device;
+  }
+
+ private:
+  std::array<std::once_flag, kMaxCudaDevices> once_;
+};
 
 }  // namespace paceline::cuda

@@ -105,11 +105,8 @@ template <class S>
 void launch_tiles(CudaContext& ctx, const CompressedAttentionParams& p, int32_t cluster_blocks) {
   constexpr auto* kKernel = &attention_kernel<S>;
   const auto num_blocks = S::kIsCluster ? static_cast<uint32_t>(cluster_blocks) : 1;
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, S::kSharedBytes, "compressed_attention");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(kKernel, S::kSharedBytes, "compressed_attention"); });
   launch_clusters(ctx, "compressed_attention", kKernel,
                   dim3(num_blocks, static_cast<uint32_t>(p.max_rows),
                        static_cast<uint32_t>((p.num_heads + S::kRows - 1) / S::kRows)),

@@ -272,11 +272,8 @@ void index_scores(CudaContext& ctx, const IndexScoresParams& params) {
     });
     return;
   }
-  static const bool is_allowed = [] {
-    allow_shared_bytes(index_scores_kernel, kSharedBytes, "index_scores");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(index_scores_kernel, kSharedBytes, "index_scores"); });
   const int32_t tiles_per_seq = (p.max_rows_per_seq + kTileRows - 1) / kTileRows;
   int64_t tiles = int64_t{p.max_seqs} * tiles_per_seq;
   if (p.row_indptr != nullptr) {

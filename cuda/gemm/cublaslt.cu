@@ -261,10 +261,11 @@ struct GemmPlanner::Trial {
         n(columns),
         k(depth),
         y_dtype(y),
-        x(cuda_memory(), int64_t{max_rows} * depth * 2, "trial products"),
-        ours(cuda_memory(), y_bytes(max_rows), "trial products"),
-        theirs(cuda_memory(), y_bytes(max_rows), "trial products"),
-        scalars(cuda_memory(), 256, "trial products") {
+        memory(cuda_memory(cuda::current_device())),
+        x(memory, int64_t{max_rows} * depth * 2, "trial products"),
+        ours(memory, y_bytes(max_rows), "trial products"),
+        theirs(memory, y_bytes(max_rows), "trial products"),
+        scalars(memory, 256, "trial products") {
     fill_kernel<<<1024, 256, 0, ctx.stream>>>(reinterpret_cast<__nv_bfloat16*>(x.data()),
                                               int64_t{max_rows} * k);
     cuda::check(cudaGetLastError(), "trial products");
@@ -317,6 +318,7 @@ struct GemmPlanner::Trial {
   int32_t n;
   int32_t k;
   DType y_dtype;
+  DeviceMemory& memory;
   DeviceBuffer x;
   DeviceBuffer ours;
   DeviceBuffer theirs;

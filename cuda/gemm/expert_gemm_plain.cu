@@ -22,11 +22,8 @@ constexpr int64_t kBlocksPerSm = 2;
 template <class Shape>
 void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   auto* const kernel = &expert_gemm_kernel<Shape>;
-  static const bool is_allowed = [&] {
-    allow_shared_bytes(kernel, kMaxSharedBytes, "expert_gemm");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([&] { allow_shared_bytes(kernel, kMaxSharedBytes, "expert_gemm"); });
   static_assert(!Shape::kIsPersistent || Shape::kStagedBytes >= StagedTile<float, Shape>::kBytes);
   const WeightMatrix& w = p.weight.first;
   const GatedActivationParams* const activation = call.activation;

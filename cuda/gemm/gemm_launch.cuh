@@ -125,11 +125,8 @@ inline void launch_cheapest(CudaContext& ctx, const GemmParams& p, const Product
 
 template <auto kernel>
 void allow_ring() {
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kernel, kMaxSharedBytes, "gemm");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(kernel, kMaxSharedBytes, "gemm"); });
 }
 
 template <class Out, class Tile>

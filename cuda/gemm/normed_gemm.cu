@@ -24,11 +24,8 @@ template <int32_t weights, int32_t vectors>
 void launch_shape(CudaContext& ctx, const NormedGemmParams& p) {
   using Shape = NormedShape<weights, vectors>;
   auto* const kernel = &normed_gemm_kernel<Shape>;
-  static const bool is_allowed = [&] {
-    allow_shared_bytes(kernel, kMaxNormedBytes, "normed_gemm");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([&] { allow_shared_bytes(kernel, kMaxNormedBytes, "normed_gemm"); });
   const GemmParams& product = p.product;
   const bool is_gated = p.has_activation;
   const int32_t n = is_gated ? p.activation.intermediate : product.weight.n;

@@ -68,11 +68,8 @@ inline void launch_packed(CudaContext& ctx, const ExpertGemmParams& p, const Pro
 // Allows `kernel` the shared memory that it needs, once for each kernel of a type.
 template <auto kernel>
 void allow_packed_bytes(int32_t bytes) {
-  static const bool is_allowed = [&] {
-    allow_shared_bytes(kernel, static_cast<size_t>(bytes), "expert_gemm");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([&] { allow_shared_bytes(kernel, static_cast<size_t>(bytes), "expert_gemm"); });
 }
 
 template <class Shape, bool kHasTileSums>

@@ -49,11 +49,10 @@ template <class Shape>
 void launch_shape(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call,
                   const GatedActivationParams* halves) {
   constexpr auto kernel = &gemm_kernel<Shape>;
-  static const bool is_allowed = [&] {
+  static OncePerDevice allow;
+  allow([&] {
     allow_shared_bytes(kernel, static_cast<size_t>(ctx.block_shared_bytes), "portable_gemm");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  });
   const WeightMatrix& w = p.weight.first;
   const int64_t blocks = num_blocks<Shape>(p);
   const int32_t stages = num_stages<Shape>(ctx, blocks);

@@ -336,11 +336,8 @@ void launch_router(CudaContext& ctx, const RouterParams& p) {
   check_params(p.route);
   check_params(p.sort);
   with_router(p.route, [&]<class Router>(std::type_identity<Router>) {
-    static const bool is_allowed = [] {
-      allow_shared_bytes(router_kernel<Router>, kMaxRouterBytes, "router");
-      return true;
-    }();
-    static_cast<void>(is_allowed);
+    static OncePerDevice allow;
+    allow([] { allow_shared_bytes(router_kernel<Router>, kMaxRouterBytes, "router"); });
     launch(ctx, "router", router_kernel<Router>, dim3(1), dim3(kRouterThreads),
            static_cast<size_t>(router_bytes(p.product)),
            RouteAndSortParams{.route = p.route, .sort = p.sort}, p.product);

@@ -459,11 +459,8 @@ template <class V>
 void launch_chunks(CudaContext& ctx, const GatedDeltaParams& p) {
   constexpr auto* kKernel = &chunk_kernel<V>;
   constexpr size_t kBytes = sizeof(ChunkShared<V>);
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, kBytes, "gated_delta");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(kKernel, kBytes, "gated_delta"); });
   launch_clusters(ctx, "gated_delta", kKernel,
                   dim3(V::kBlocks, static_cast<uint32_t>(p.shape.num_value_heads),
                        static_cast<uint32_t>(p.max_seqs)),

@@ -583,11 +583,8 @@ void launch_variant(CudaContext& ctx, const GatedDeltaParams& p) {
   static_assert(V::kPieces * kPiece <= kMaxBlocks * V::kColumns);
   const size_t bytes = SharedRows<V>::num_bytes((V::kChunk + num_blocks - 1) / num_blocks);
   constexpr auto* kKernel = &gated_delta_kernel<V>;
-  static const bool is_allowed = [] {
-    allow_shared_bytes(kKernel, SharedRows<V>::num_bytes(V::kChunk), "gated_delta");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([] { allow_shared_bytes(kKernel, SharedRows<V>::num_bytes(V::kChunk), "gated_delta"); });
   launch_clusters(
       ctx, "gated_delta", kKernel,
       dim3(static_cast<uint32_t>(num_blocks), static_cast<uint32_t>(p.shape.num_value_heads),

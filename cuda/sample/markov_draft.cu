@@ -352,11 +352,8 @@ void launch_kernel(CudaContext& ctx, Args args) {
   int32_t max_chunk = kMaxChunk;
   while (max_chunk > kChunkUnit && !fits(max_chunk)) max_chunk -= kChunkUnit;
   args.chunk = std::min(args.chunk, max_chunk);
-  static const bool is_allowed = [&] {
-    allow_shared_bytes(kernel, bytes(max_chunk), "markov_draft");
-    return true;
-  }();
-  static_cast<void>(is_allowed);
+  static OncePerDevice allow;
+  allow([&] { allow_shared_bytes(kernel, bytes(max_chunk), "markov_draft"); });
   const int32_t num_tiles = (args.p.weight.n + kIds - 1) / kIds;
   launch(ctx, "markov_draft", kernel, dim3(static_cast<unsigned>(num_tiles)), dim3(kThreads),
          bytes(args.chunk), args);

@@ -234,9 +234,17 @@ void launch_row_pieces(CudaContext& ctx, const char* name, int32_t num_ids, int3
     check(cudaOccupancyMaxActiveClusters(&num_clusters, kKernel, &config), name);
     return Occupancy{value_bytes, std::max(num_clusters, 1)};
   };
-  static const Occupancy preferred = occupancy_of(kBlocksPerSm);
-  static const Occupancy largest =
-      occupancy_of(1);  // last, because it sets the kernel's highest limit
+  struct Occupancies {
+    Occupancy preferred;
+    Occupancy largest;  // last, because it sets the kernel's highest limit
+  };
+  static std::array<Occupancies, kMaxCudaDevices> of_devices;
+  static OncePerDevice measure;
+  const auto device = static_cast<size_t>(measure([&] {
+    const Occupancy preferred = occupancy_of(kBlocksPerSm);
+    of_devices[static_cast<size_t>(current_device())] = {preferred, occupancy_of(1)};
+  }));
+  const auto& [preferred, largest] = of_devices[device];
   const int32_t ids_per_block = (num_ids + kClusterBlocks - 1) / kClusterBlocks;
   const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
   const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);

@@ -395,13 +395,12 @@ void join_streams(CudaContext& ctx, const JoinStreamsParams& p) {
       }
       constexpr auto* kKernel = &join_streams_kernel<X, Y>;
       constexpr auto* kWholeKernel = &join_whole_kernel<X, Y>;
-      static const bool is_allowed = [] {
+      static OncePerDevice allow;
+      allow([] {
         constexpr size_t kBytes = size_t{kRows} * kStreams * kMaxColumns * 4;
         allow_shared_bytes(kKernel, kBytes, "join_streams");
         allow_shared_bytes(kWholeKernel, kBytes, "join_streams");
-        return true;
-      }();
-      static_cast<void>(is_allowed);
+      });
       const uint32_t tiles = (max_rows + kRows - 1) / kRows;
       if (!ctx.has_clusters) {
         launch(ctx, "join_streams", kWholeKernel, dim3(tiles), dim3(kThreads), shared_bytes, args);

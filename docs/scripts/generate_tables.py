@@ -92,7 +92,7 @@ DIFFERENCES: Final = {
         "max_num_seqs": "64 by default",
         "seed": "every request without a seed gets its own, derived from this one",
         "tokenizer": "another folder or model of the hub, with the same token ids",
-        "tensor_parallel_size": "1 to 8 on the CPU, 1 on a GPU ([ranks](tensor-parallel.md))",
+        "tensor_parallel_size": "1 to 8, of one host ([ranks](tensor-parallel.md))",
     },
     "speculative_config": {
         "method": "may be left out: the drafter's checkpoint tells it",

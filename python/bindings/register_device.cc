@@ -17,6 +17,7 @@ py::dict cuda_status_dict() {
   result["is_usable"] = status.is_usable;
   result["reason"] = status.reason;
   result["name"] = status.name;
+  result["num_gpus"] = status.num_gpus;
   result["compute_capability"] = status.compute_capability;
   result["num_sms"] = status.num_sms;
   result["total_bytes"] = status.total_bytes;
@@ -52,22 +53,26 @@ Takes no memory of the GPU: the process gets a CUDA context only when it first u
 Returns:
     A dict with "is_built" (bool: this binary has the backend), "architectures" (str: those it has
     kernels for, as "80,90a"), "is_usable" (bool: there is also a GPU that it supports), "reason"
-    (str: why it is not usable and what to do; empty if it is), and for GPU 0 "name" (str),
+    (str: why it is not usable and what to do; empty if it is), "num_gpus" (int: those that the
+    process sees), and for GPU 0 "name" (str),
     "compute_capability" (int: 90 = sm_90), "num_sms", "total_bytes", "block_shared_bytes" and
     "sm_shared_bytes" (int: shared memory of a block and of a multiprocessor), "kernels" (str:
     "sm_90a" or "portable") and "has_been_run" (bool: the project's tests have run on such a GPU;
     on others kernels were compiled, and run in an emulator).
 )doc");
-  module.def("cuda_free_bytes", &cuda_free_bytes, py::call_guard<GilRelease>(),
-             R"doc(Asks how much memory of GPU 0 is free.
+  module.def("cuda_free_bytes", &cuda_free_bytes, py::arg("gpu") = 0, py::call_guard<GilRelease>(),
+             R"doc(Asks how much memory of a GPU is free.
 
 Gives the process a CUDA context, which itself takes several hundred MB; releases the GIL.
+
+Args:
+    gpu: Its number among the GPUs that the process sees.
 
 Returns:
     Bytes.
 
 Raises:
-    NotImplementedError: There is no usable GPU; the message says why.
+    NotImplementedError: There is no usable GPU of this number; the message says why.
     paceline.DeviceError: The device failed.
 )doc");
   module.def("set_cublaslt_path", &set_cublaslt_path, py::arg("path"), py::call_guard<GilRelease>(),

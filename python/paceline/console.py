@@ -185,6 +185,11 @@ def integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{shorten(text)} {reason}") from None
 
 
+def integers(text: str) -> list[int]:
+    """Reads integers with commas between them; the message of an error shortens the argument."""
+    return [integer(part) for part in text.split(",")]
+
+
 def number(text: str) -> float:
     """Reads a number; the message of an error shortens the argument."""
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +42,49 @@ def resolve_device(device: str = "auto") -> str:
         if path is not None:
             _core.set_cublaslt_path(path)
     return device
+
+
+def chosen_gpus(
+    device: str, tensor_parallel_size: int, devices: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Chooses the GPU of each rank.
+
+    Args:
+        device: What `resolve_device` returned.
+        tensor_parallel_size: The number of ranks.
+        devices: The option `devices`.
+
+    Returns:
+        The GPUs in the order of the ranks. Empty: the models are loaded to `device` as it is.
+
+    Raises:
+        ValueError: `devices` is given for another device, or does not have one GPU for each rank.
+        NotImplementedError: There are fewer GPUs.
+    """
+    if device != "cuda":
+        if devices is not None:
+            raise ValueError(
+                f"devices is {list(devices)}, but the device is {device!r}; allowed: only with "
+                "device 'cuda', otherwise leave it out"
+            )
+        return ()
+    if devices is None:
+        if tensor_parallel_size == 1:
+            return ()
+        devices = range(tensor_parallel_size)
+    elif len(devices) != tensor_parallel_size:
+        raise ValueError(
+            f"devices is {list(devices)}, but tensor_parallel_size is {tensor_parallel_size}; "
+            "allowed: one GPU for each rank"
+        )
+    num_gpus = _core.cuda_status()["num_gpus"]
+    if max(devices) >= num_gpus:
+        raise NotImplementedError(
+            f"tensor_parallel_size is {tensor_parallel_size}, on the GPUs {list(devices)}, but the "
+            f"process sees {num_gpus}, from 0; allowed: as many ranks as there are GPUs "
+            "(CUDA_VISIBLE_DEVICES chooses them)"
+        )
+    return tuple(devices)
 
 
 def _auto_device() -> str:

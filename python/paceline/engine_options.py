@@ -28,6 +28,7 @@ class EngineArguments(TypedDict, total=False):
     state_interval: int | None
     num_threads: int | None
     tensor_parallel_size: int
+    devices: list[int] | None
     seed: int
     max_logprobs: int
     chat_template: str | os.PathLike[str] | None
@@ -89,6 +90,7 @@ class EngineFields:
     state_interval: int | None = None
     num_threads: int | None = None
     tensor_parallel_size: int = 1
+    devices: list[int] | None = None
     seed: int = 0
     max_logprobs: int = 20
     chat_template: str | os.PathLike[str] | None = None

@@ -20,9 +20,9 @@ from paceline.checks import (
     shorten,
 )
 from paceline.config import LOAD_FORMATS, EngineConfig
-from paceline.device import resolve_device
+from paceline.device import chosen_gpus, resolve_device
 from paceline.engine_options import EngineArguments
-from paceline.loader import LoadedModel, StateDict, load_pair
+from paceline.loader import LoadedModel, StateDict, load_pair, split_pair
 from paceline.model_sources import find_models, find_tokenizer
 from paceline.option_schema import ARGUMENTS, lists_options, split_unknown
 from paceline.running_llm import RunningLLM
@@ -137,6 +137,7 @@ class LLM(RunningLLM):
             raise error.with_traceback(None) from None
         speculative = sources.speculative
         check_before_loading(config, speculative)
+        gpus = chosen_gpus(resolved, config.tensor_parallel_size, config.devices)
         with lifetime.delayed_exit():
             target, draft = load_pair(
                 sources.target,
@@ -144,10 +145,12 @@ class LLM(RunningLLM):
                 method=None if speculative is None else speculative.method,
                 draft_feedback=None if speculative is None else speculative.draft_feedback,
                 dtype=config.dtype,
-                device=resolved,
+                device="cpu" if gpus else resolved,
                 load_format=load_format,
                 progress=show_progress,
             )
+            if gpus:
+                target, draft = split_pair(target, draft, gpus)
             lifetime.check_not_exiting()
             if tokenizer_info is not None:
                 target = dataclasses.replace(target, tokenizer=tokenizer_info)
@@ -302,8 +305,7 @@ class LLM(RunningLLM):
                 target,
                 draft,
                 speculative_config,
-                device=config.device,
-                dtype=config.dtype,
+                config=config,
                 progress=show_progress,
             )
             return cls.from_loaded(

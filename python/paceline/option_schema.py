@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Never, TypeVar
 
 from paceline.checks import check_bool, check_choice, check_finite, check_int, quoted, shorten
-from paceline.console import integer, number
+from paceline.console import integer, integers, number
 
 if TYPE_CHECKING:
     from paceline.engine_options import EngineArguments
@@ -121,9 +121,19 @@ class Option:
                 return check_int(self.key, value, self.low or 0, self.high)
             case "float":
                 return self._check_number(value)
+            case "list[int]":
+                return self._check_numbers(value)
             case "Callable[[list[int]]," if not callable(value):
                 raise ValueError(f"{self.key} is {shorten(value)}; allowed: {self.allowed}")
         return value
+
+    def _check_numbers(self, value: Any) -> list[int]:
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        if not is_list or len(set(map(repr, value))) < len(value):
+            raise ValueError(f"{self.key} is {shorten(value)}; allowed: {self.allowed}")
+        return [
+            check_int(f"{self.key}[{i}]", v, self.low or 0, self.high) for i, v in enumerate(value)
+        ]
 
     def _check_number(self, value: Any) -> float:
         found = check_finite(self.key, value, self.allowed)
@@ -161,7 +171,9 @@ class Option:
         if kind == "bool":
             keywords["action"] = argparse.BooleanOptionalAction if self.default else "store_true"
         else:
-            keywords["type"] = {"int": integer, "float": number}.get(kind, str)
+            types: dict[str, Callable[[str], Any]]
+            types = {"int": integer, "float": number, "list[int]": integers}
+            keywords["type"] = types.get(kind, str)
             keywords["metavar"] = cli.get("metavar")
         stated = {None: "none", True: "on", False: "off"}.get(self.default, self.default)
         first = self.doc.partition(". ")[0].rstrip(".")

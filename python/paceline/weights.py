@@ -10,7 +10,8 @@ from typing import Any
 from paceline import _core
 from paceline._core import ModelFileError
 from paceline.checks import shorten
-from paceline.device import resolve_device
+from paceline.config import EngineConfig
+from paceline.device import chosen_gpus, resolve_device
 from paceline.loader import (
     LoadedModel,
     StateDict,
@@ -19,6 +20,7 @@ from paceline.loader import (
     memory_tokenizer,
     open_checkpoint,
     open_drafter,
+    split_pair,
 )
 from paceline.loader.binding import BoundTensor, value_error
 from paceline.loader.block_kinds import own_block_kind
@@ -35,8 +37,7 @@ def load_state_dicts(
     draft: StateDict | None,
     speculative_config: Speculative,
     *,
-    device: str,
-    dtype: str,
+    config: EngineConfig,
     progress: bool,
 ) -> tuple[LoadedModel, LoadedModel | None, SpeculativeConfig | None]:
     """Loads a target and maybe a drafter from memory; arguments as for `LLM.from_state_dict`.
@@ -64,15 +65,19 @@ def load_state_dicts(
             "methods 'mtp', 'ngram' and 'custom', and 'dspark' where the target's own files have "
             "such a drafter, have no drafter of their own"
         )
+    device = resolve_device(config.device)
+    gpus = chosen_gpus(device, config.tensor_parallel_size, config.devices)
     loaded, drafter = load_pair(
         target,
         draft,
         method=None if speculative is None else speculative.method,
         draft_feedback=None if speculative is None else speculative.draft_feedback,
-        dtype=dtype,
-        device=resolve_device(device),
+        dtype=config.dtype,
+        device="cpu" if gpus else device,
         progress=progress,
     )
+    if gpus:
+        loaded, drafter = split_pair(loaded, drafter, gpus)
     return loaded, drafter, speculative
 
 

@@ -52,6 +52,13 @@ struct Exchange {
   [[nodiscard]] int32_t first(int32_t rank) const {
     return std::accumulate(widths.begin(), widths.begin() + rank, 0);
   }
+  [[nodiscard]] RankColumns columns() const {
+    RankColumns shared = {.num_ranks = static_cast<int32_t>(widths.size())};
+    for (int32_t rank = 0; rank <= shared.num_ranks; ++rank) {
+      shared.first[static_cast<size_t>(rank)] = first(rank);
+    }
+    return shared;
+  }
 };
 
 // What rank `rank` has of `whole` [num_rows, total] before the exchange, and its gather.
@@ -75,9 +82,7 @@ struct RankRows {
               .max_rows = e.num_rows,
               .x = e.is_in_place ? y.data() + first : x.data(),
               .x_stride = e.is_in_place ? e.total() : width,
-              .num_columns = width,
-              .first_column = first,
-              .total_columns = e.total(),
+              .columns = e.columns(),
               .y = y.data(),
               .ranks = ranks};
   }
@@ -145,7 +150,9 @@ TEST(Gather, SwappedColumnsAreSeen) {
   const std::vector<Exchange> exchanges(5, {.num_rows = 3, .widths = {8, 8, 8}});
   EXPECT_EQ(num_wrong(exchanges, 3, sound), 0);
   const auto swaps = [](int32_t rank, GatherColumnsParams& p) {
-    if (rank < 2) p.first_column = 8 * (1 - rank);
+    if (rank == 2) return;
+    p.columns.first[static_cast<size_t>(rank)] = 8 * (1 - rank);
+    p.columns.first[static_cast<size_t>(rank) + 1] = 8 * (2 - rank);
   };
   EXPECT_GT(num_wrong(exchanges, 3, swaps), 100);
 }

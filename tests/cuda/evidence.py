@@ -93,6 +93,7 @@ TESTS = (
     "engine_compressed_cuda_test",
     "engine_recurrent_cuda_test",
     "draft_head_cuda_test",
+    "ranks_cuda_test",
 )
 
 #: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side, so

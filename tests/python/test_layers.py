@@ -20,6 +20,7 @@ CUDA_ROOMS = {
     "compressed": "ops",
     "elementwise": "ops",
     "fork": "ops",
+    "gather": "ops",
     "gemm": "ops",
     "moe": "ops",
     "norm": "ops",

@@ -18,6 +18,7 @@ import pytest
 from drafter_checks import PROMPTS
 from errors import refuses
 from paceline import LLM, AsyncLLM, EngineConfig, SamplingParams
+from paceline.device import chosen_gpus
 from tiny_models import TinySpec, load_tensors, make
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "qwen3_moe", "glm4_moe_lite", "qwen3_5")
@@ -120,6 +121,22 @@ def test_refusals_name_the_numbers_that_work() -> None:
         value: Any = wrong
         call = functools.partial(EngineConfig, tensor_parallel_size=value)
         refuses(call, "tensor_parallel_size is ")
+
+
+def test_devices_are_one_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline._core.cuda_status", lambda: {"num_gpus": 4})
+    assert chosen_gpus("cuda", 1, None) == ()
+    assert chosen_gpus("cuda", 2, None) == (0, 1)
+    assert chosen_gpus("cuda", 2, [3, 1]) == (3, 1)
+    assert chosen_gpus("cuda", 1, [2]) == (2,)
+    assert chosen_gpus("cpu", 2, None) == ()
+    refuses(lambda: chosen_gpus("cpu", 2, [0, 1]), "devices is [0, 1]", "only with device 'cuda'")
+    refuses(lambda: chosen_gpus("cuda", 2, [0]), "devices is [0]", "tensor_parallel_size is 2")
+    with pytest.raises(NotImplementedError, match=r"is 8, on the GPUs .*, but the process sees 4"):
+        chosen_gpus("cuda", 8, None)
+    wrong: list[Any] = [[], [0, 0], [-1], [16], [0.5], "0,1", 1]
+    for devices in wrong:
+        refuses(functools.partial(EngineConfig, devices=devices), "devices")
 
 
 def test_command_line() -> None:

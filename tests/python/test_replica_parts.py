@@ -203,6 +203,16 @@ def test_each_replica_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, environments = placement.place(2, {"device": "auto"}, visible)
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["3", "GPU-4a"]
     assert all("num_threads" not in one for one in arguments)
-    with pytest.raises(ValueError, match=r"--replicas is 4; allowed: 1 to 3, the number of GPUs"):
+    with pytest.raises(
+        ValueError, match=r"--replicas is 4; allowed: 1 to 3, since this machine has 3"
+    ):
         placement.place(4, {"device": "cuda"}, visible)
+    two = {"device": "cuda", "tensor_parallel_size": 2}
+    with pytest.raises(ValueError, match=r"--replicas is 2; allowed: 1 to 1 for replicas of 2 GPU"):
+        placement.place(2, two, visible)
+    four = {"CUDA_VISIBLE_DEVICES": "3,GPU-4a,7,8"}
+    _, environments = placement.place(2, two, four)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["3,GPU-4a", "7,8"]
+    with pytest.raises(ValueError, match=r"--devices is \[0, 1\] and --replicas is 2; .* leave it"):
+        placement.place(2, two | {"devices": [0, 1]}, four)
     assert placement.place(4, {"device": "cpu"}, visible)[1] == [{}] * 4

@@ -10,7 +10,7 @@
 
 namespace paceline {
 
-// Where weights are held and ops run; kCuda is GPU 0.
+// Where weights are held and ops run; kCuda is GPU 0, unless split_model chooses others.
 enum class Device : uint8_t { kCpu, kCuda };
 
 // "cpu", "cuda"
@@ -22,6 +22,7 @@ struct CudaStatus {
   bool is_built = false;           // this binary contains the CUDA backend
   bool is_usable = false;          // it does, and GPU 0 can run it
   std::string reason;              // why it is not usable, with the cure; empty when usable
+  int32_t num_gpus = 0;            // that the process sees
   std::string name;                // of GPU 0, for example "NVIDIA H200"
   int32_t compute_capability = 0;  // of GPU 0; 90 is sm_90
   int32_t num_sms = 0;             // streaming multiprocessors of GPU 0
@@ -38,9 +39,9 @@ struct CudaStatus {
 // Asks for the state of the CUDA backend.
 [[nodiscard]] PACELINE_API CudaStatus cuda_status();
 
-// The bytes of GPU 0's memory that are free. Gives the process a CUDA context, which itself takes
-// several hundred MB. Throws Unsupported without a usable GPU.
-[[nodiscard]] PACELINE_API int64_t cuda_free_bytes();
+// The bytes of a GPU's memory that are free. Gives the process a CUDA context there, which itself
+// takes several hundred MB. Throws Unsupported without a usable GPU of this number.
+[[nodiscard]] PACELINE_API int64_t cuda_free_bytes(int32_t gpu = 0);
 
 // Sets a folder or file where libcublasLt.so.13 is searched first, before a copy that the process
 // has loaded, the loader's path and the CUDA toolkit. Call it before the first CUDA executor is

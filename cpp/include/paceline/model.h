@@ -78,6 +78,21 @@ class PACELINE_API ModelBuilder {
   std::unique_ptr<Impl> impl_;
 };
 
+// What each of several GPUs gets of a model.
+enum class GpuShare : uint8_t {
+  kPart,  // what its rank computes (docs/tensor-parallel.md): of a target
+  kCopy,  // all: of a drafter
+};
+
+// Copies a model from the CPU to GPUs, for engines with as many ranks (tensor_parallel_size). One
+// GPU may be given, too: then engines of the model run there.
+// gpus: different GPUs, from 0, of those that the process sees; 1 to 8.
+// Throws InvalidArgument for other numbers and for a model that is not on the CPU, Unsupported
+// where ranks cannot share the model, where GPUs are not of one kind and where they cannot access
+// the memory of each other, and OutOfMemory naming the size in MiB.
+[[nodiscard]] PACELINE_API std::shared_ptr<const Model> split_model(
+    const std::shared_ptr<const Model>& model, std::span<const int32_t> gpus, GpuShare share);
+
 // One tensor for update_models; the members are as the arguments of ModelBuilder::put.
 struct NamedTensor {
   std::string name;

@@ -13,6 +13,9 @@ namespace paceline {
 // The least compute capability that kernels are written for.
 inline constexpr int32_t kLeastCudaCapability = 80;
 
+// GPUs of one machine, at most.
+inline constexpr int32_t kMaxCudaDevices = 16;
+
 // What a device runs of a build's kernels.
 struct CudaKernels {
   // Why it runs none, with the cure; empty if it does. The other members mean nothing then.

@@ -84,9 +84,13 @@ class DeviceMemory {
 };
 
 [[nodiscard]] DeviceMemory& host_memory();
-// Throws Unsupported with the cure when the CUDA backend is not built, or without a driver or a GPU
-// of a supported architecture.
-[[nodiscard]] DeviceMemory& cuda_memory();
+// The memory of a GPU that the process sees. Throws Unsupported with the cure when the CUDA backend
+// is not built, without a driver or a GPU of a supported architecture, and without a GPU of this
+// number.
+[[nodiscard]] DeviceMemory& cuda_memory(int32_t gpu = 0);
+// Lets each of the GPUs write to the memory of the others. Throws Unsupported where they are not of
+// one kind, or cannot.
+void connect_gpus(std::span<const int32_t> gpus);
 [[nodiscard]] DeviceMemory& device_memory(Device device);
 
 // Copies device memory to the host after the ops called so far have run, and waits for the copy.

@@ -21,7 +21,7 @@ CudaStatus cuda_status() {
   return at_boundary([] { return CudaStatus{.reason = kReason}; });
 }
 
-int64_t cuda_free_bytes() {
+int64_t cuda_free_bytes(int32_t) {
   return at_boundary([]() -> int64_t { throw Unsupported(kReason); });
 }
 
@@ -31,6 +31,8 @@ double measure_cuda_read_bandwidth() {
   return at_boundary([]() -> double { throw Unsupported(kReason); });
 }
 
-DeviceMemory& cuda_memory() { throw Unsupported(kReason); }
+DeviceMemory& cuda_memory(int32_t) { throw Unsupported(kReason); }
+
+void connect_gpus(std::span<const int32_t>) { throw Unsupported(kReason); }
 
 }  // namespace paceline

@@ -23,6 +23,9 @@ constexpr std::chrono::microseconds kNap{50};
 // Rows are exchanged in steps that fit a place, so that memory does not grow with the batch.
 constexpr int64_t kLeastPlaceBytes = int64_t{1} << 20;
 
+constexpr int64_t kLeastSegmentBytes = int64_t{8} << 20;
+constexpr int64_t kHostBytes = (1 + kMaxRanks) * int64_t{sizeof(int32_t)};
+
 constexpr int64_t kPlaceAlignment = 64;
 
 void pause_briefly() {
@@ -39,8 +42,37 @@ RankGroup::RankGroup(int32_t num_ranks, int64_t row_bytes, double timeout_s)
                    kPlaceAlignment),
       timeout_s_(timeout_s),
       num_spins_(num_ranks <= build_info().num_cores ? kSpins : 0),
-      places_(2 * place_bytes_, "the exchange of ranks") {
+      places_(2 * place_bytes_, "the exchange of ranks"),
+      bytes_(places_.bytes()) {
   PACELINE_CHECK(num_ranks >= 1, "num_ranks = ", num_ranks);
+}
+
+RankGroup::RankGroup(std::span<DeviceMemory* const> memories, int64_t row_bytes)
+    : ranks_(memories.size()), place_bytes_(0), timeout_s_(0), num_spins_(0) {
+  constexpr int64_t kPacketBytes = 16;
+  constexpr int64_t kFlags = int64_t{GpuExchange::kMaxBlocks} * kMaxRanks;
+  gpu_.segment_bytes = (std::max(row_bytes, kLeastSegmentBytes) + kPlaceAlignment - 1) /
+                       kPlaceAlignment * kPlaceAlignment;
+  for (size_t rank = 0; rank < memories.size(); ++rank) {
+    const auto allocate = [&](int64_t bytes) {
+      bytes_ += bytes;
+      return gpu_buffers_.emplace_back(*memories[rank], bytes, "the exchange of ranks").data();
+    };
+    gpu_.packets[rank] = allocate(2 * GpuExchange::kPacketsAPlace * kPacketBytes);
+    gpu_.segments[rank] = allocate(2 * gpu_.segment_bytes);
+    gpu_.arrivals[rank] = reinterpret_cast<uint64_t*>(allocate(kFlags * int64_t{sizeof(uint64_t)}));
+    gpu_.states[rank] =
+        reinterpret_cast<GpuExchange::State*>(allocate(int64_t{sizeof(GpuExchange::State)}));
+  }
+  first_memory_ = memories.front();
+  gpu_.has_failed = reinterpret_cast<int32_t*>(
+      first_memory_->allocate_shared(kHostBytes, "the exchange of ranks"));
+  gpu_.waits_for = gpu_.has_failed + 1;
+}
+
+RankGroup::~RankGroup() {
+  if (first_memory_ == nullptr) return;
+  first_memory_->release_shared(reinterpret_cast<std::byte*>(gpu_.has_failed), kHostBytes);
 }
 
 std::byte* RankGroup::place(int32_t rank) {
@@ -91,6 +123,9 @@ void RankGroup::fail(int32_t rank, const std::exception_ptr& cause) noexcept {
       failure_.clear();
     }
     has_failed_.store(true, std::memory_order_release);
+    if (gpu_.has_failed != nullptr) {
+      std::atomic_ref(*gpu_.has_failed).store(1, std::memory_order_relaxed);
+    }
   }
   if (on_failure_) on_failure_();
 }
@@ -102,12 +137,25 @@ std::string RankGroup::failure() const {
 }
 
 std::string RankGroup::awaited() const {
-  std::vector<uint64_t> meetings;
-  for (const Rank& rank : ranks_) meetings.push_back(rank.meetings.load());
-  const uint64_t most = std::ranges::max(meetings);
+  std::vector<bool> is_late(ranks_.size());
+  if (gpu_.waits_for != nullptr) {
+    // A rank that another one waits for, and that does not wait itself.
+    const auto waits_for = [&](size_t rank) {
+      return std::atomic_ref(gpu_.waits_for[rank]).load(std::memory_order_relaxed);
+    };
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+      const int32_t peer = waits_for(rank) - 1;
+      if (peer >= 0 && waits_for(static_cast<size_t>(peer)) == 0) is_late.at(peer) = true;
+    }
+  } else {
+    std::vector<uint64_t> meetings;
+    for (const Rank& rank : ranks_) meetings.push_back(rank.meetings.load());
+    const uint64_t most = std::ranges::max(meetings);
+    for (size_t rank = 0; rank < meetings.size(); ++rank) is_late[rank] = meetings[rank] < most;
+  }
   std::string late;
-  for (size_t rank = 0; rank < meetings.size(); ++rank) {
-    if (meetings[rank] < most) late += concat(late.empty() ? "rank " : " and rank ", rank);
+  for (size_t rank = 0; rank < is_late.size(); ++rank) {
+    if (is_late[rank]) late += concat(late.empty() ? "rank " : " and rank ", rank);
   }
   return late.empty() ? late : concat(late, " of ", num_ranks());
 }

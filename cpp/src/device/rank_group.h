@@ -2,7 +2,8 @@
 #pragma once
 
 // Ranks compute one pass together: each has a part of a model, and they exchange what they have
-// computed (ops/gather.h). On the CPU they are threads of one process, which meet here.
+// computed (ops/gather.h). On the CPU they are threads of one process, which meet here. On GPUs
+// kernels meet, in memory that is allocated here (cuda/gather/gather.cu).
 
 #include <atomic>
 #include <cstddef>
@@ -10,19 +11,45 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "device/device_memory.h"
+#include "device/rank_share.h"
 
 namespace paceline {
 
+// What kernels of ranks exchange with, by rank: memory of its GPU, to which the others write.
+struct GpuExchange {
+  static constexpr int64_t kPacketsAPlace = 1 << 16;
+  static constexpr int32_t kMaxBlocks = 64;
+  struct State {
+    uint64_t num_exchanges;
+    uint32_t num_ended_blocks;  // of the exchange that runs
+  };
+
+  std::byte* packets[kMaxRanks] = {};   // [2, kPacketsAPlace] packets of 16 bytes
+  std::byte* segments[kMaxRanks] = {};  // [2, segment_bytes]
+  uint64_t* arrivals[kMaxRanks] = {};   // [kMaxBlocks, kMaxRanks]
+  State* states[kMaxRanks] = {};        // [1], which only the rank itself reads
+  int64_t segment_bytes = 0;
+  // Memory of the host.
+  int32_t* has_failed = nullptr;  // [1] 1 ends every wait
+  int32_t* waits_for = nullptr;   // [kMaxRanks] 1 + the rank that a rank waits long for, or 0
+};
+
 class RankGroup {
  public:
-  // `row_bytes`: of the longest row that is exchanged. A rank waits for the others for at most
-  // `timeout_s` seconds; 0: until the group fails.
+  // Ranks on the CPU. `row_bytes`: of the longest row that is exchanged. A rank waits for the
+  // others for at most `timeout_s` seconds; 0: until the group fails.
   RankGroup(int32_t num_ranks, int64_t row_bytes, double timeout_s);
+  // Ranks on GPUs, in the memory of each, which all others can write. They wait until the group
+  // fails.
+  RankGroup(std::span<DeviceMemory* const> memories, int64_t row_bytes);
+  ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
 
@@ -33,8 +60,10 @@ class RankGroup {
   // more, so one meeting an exchange is enough. Called by the rank's thread.
   [[nodiscard]] std::byte* place(int32_t rank);
   [[nodiscard]] int64_t place_bytes() const { return place_bytes_; }
-  // Bytes of both places.
-  [[nodiscard]] int64_t bytes() const { return places_.bytes(); }
+  // Bytes that all ranks together exchange with.
+  [[nodiscard]] int64_t bytes() const { return bytes_; }
+  // Only of ranks on GPUs.
+  [[nodiscard]] const GpuExchange& gpu_exchange() const { return gpu_; }
 
   // Blocks until all ranks have called this as often as `rank` has. Called by the rank's thread.
   // Throws DeviceError when the group fails, and fails it when a rank does not come in time.
@@ -63,6 +92,10 @@ class RankGroup {
   double timeout_s_;
   int32_t num_spins_;
   AlignedBuffer places_;
+  GpuExchange gpu_;
+  std::vector<DeviceBuffer> gpu_buffers_;
+  DeviceMemory* first_memory_ = nullptr;  // of ranks on GPUs
+  int64_t bytes_ = 0;
   std::function<void()> on_failure_;
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;

@@ -139,10 +139,22 @@ class SizeChooser {
 
 DefaultSizes choose_sizes(const ExecutorOptions& given, const Model& target, const Model* draft,
                           std::optional<int64_t> free_bytes) {
+  if (!target.ranks.empty()) {
+    // Each GPU has a pool and a workspace of its own, which have the same sizes.
+    std::optional<int64_t> least = free_bytes;
+    for (const auto& rank : target.ranks) {
+      if (free_bytes) break;
+      const int64_t free = cuda_free_bytes(rank->gpu);
+      least = least ? std::min(*least, free) : free;
+    }
+    const bool has_ranks = draft != nullptr && !draft->ranks.empty();
+    const Model* const of_rank = has_ranks ? draft->ranks.front().get() : draft;
+    return SizeChooser(given, *target.ranks.front(), of_rank, least).choose();
+  }
   if (given.tensor_parallel_size <= 1) {
     return SizeChooser(given, target, draft, free_bytes).choose();
   }
-  // Each rank has a pool and a workspace of its own, which have the same sizes.
+  // The same for ranks on the CPU, which share its memory.
   check_ranks(target, given.tensor_parallel_size);
   const RankShare first = {.rank = 0, .num_ranks = given.tensor_parallel_size};
   const std::optional<int64_t> free = free_bytes ? free_bytes : host_bytes().room();

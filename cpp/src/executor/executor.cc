@@ -78,13 +78,15 @@ struct Executor::Impl {
         sizes(choose_sizes(executor_options, *target, draft.get(), std::nullopt)),
         options(sizes.options),
         targets(rank_targets(target, options)),
+        drafts(rank_drafts(draft, options)),
         layout(plan_layout(options, *targets.front(), draft.get())) {
-    std::unique_ptr<Runner> runner = make_runner(targets, draft, layout, options, progress);
+    std::unique_ptr<Runner> runner = make_runner(targets, drafts, layout, options, progress);
     workspace = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
     engine.emplace(engine_options(options, *target, draft.get()), layout, std::move(runner));
     if (options.gpu_memory_utilization > 0) {
-      check_gpu_memory_use(options, cuda_status().total_bytes, memory_report());
+      check_gpu_memory_use(options, cuda_status().total_bytes * options.tensor_parallel_size,
+                           memory_report());
     }
     log_made(LogLevel::kInfo, [&] { return start_line(); });
     if (sizes.is_shortened) {
@@ -107,8 +109,9 @@ struct Executor::Impl {
   ModelLease draft_lease;  // of no model where it is the target
   DefaultSizes sizes;
   const ExecutorOptions& options;  // of sizes
-  Targets targets;                 // by rank
-  KvLayout layout;                 // of each rank
+  RankModels targets;
+  RankModels drafts;
+  KvLayout layout;  // of each rank
   std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;
   std::optional<Engine> engine;
@@ -132,8 +135,8 @@ std::string Executor::Impl::start_line() const {
 
 MemoryReport Executor::Impl::memory_report() {
   const Engine::KvUsage usage = engine->kv_usage();
-  MemoryReport report{.target_weight_bytes = target->weights.arena.bytes(),
-                      .draft_weight_bytes = draft != nullptr ? draft->weights.arena.bytes() : 0,
+  MemoryReport report{.target_weight_bytes = model_weight_bytes(*target),
+                      .draft_weight_bytes = draft != nullptr ? model_weight_bytes(*draft) : 0,
                       .kv_pool_bytes = layout.pool_bytes * options.tensor_parallel_size,
                       .kv_cache_rule = sizes.kv_cache_rule,
                       .kv_slab_bytes = layout.slab_bytes,

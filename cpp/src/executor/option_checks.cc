@@ -227,19 +227,48 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
   }
 }
 
+// Refuses a model that lies on another number of GPUs than there are ranks.
+void check_gpus(const ExecutorOptions& o, const Model& model) {
+  if (model.device != Device::kCuda) return;
+  const auto num_gpus = std::max<int32_t>(static_cast<int32_t>(model.ranks.size()), 1);
+  if (num_gpus == o.tensor_parallel_size) return;
+  throw InvalidArgument(concat("tensor_parallel_size is ", o.tensor_parallel_size, ", but ",
+                               model.config.name, " was loaded to ", num_gpus,
+                               num_gpus == 1 ? " GPU" : " GPUs", "; allowed: ", num_gpus,
+                               ", or a model that split_model has copied to as many GPUs"));
+}
+
+// Refuses a target and a drafter on different GPUs, and a target that is its own drafter, of which
+// each rank has a part only.
+void check_shared_gpus(const Model& target, const Model& draft) {
+  const auto gpus_of = [](const Model& model) {
+    std::string gpus;
+    for (const auto& rank : model.ranks) gpus += concat(gpus.empty() ? "" : ", ", rank->gpu);
+    return gpus.empty() ? std::string("0") : gpus;
+  };
+  if (const std::string of_target = gpus_of(target), of_draft = gpus_of(draft);
+      of_target != of_draft) {
+    throw InvalidArgument(concat("the target is on the GPUs ", of_target, " and the drafter on ",
+                                 of_draft, "; allowed: the same GPUs in the same order"));
+  }
+  if (&target != &draft || target.ranks.size() < 2) return;
+  throw Unsupported(concat("the drafter is the target, of which each of ", target.ranks.size(),
+                           " GPUs has a part; allowed with several GPUs: a drafter that is loaded "
+                           "for itself"));
+}
+
 void check_ranks(const ExecutorOptions& o, const Model& target, const Model* draft) {
   const int32_t num_ranks = o.tensor_parallel_size;
+  check_gpus(o, target);
+  if (draft != nullptr) check_gpus(o, *draft);
+  if (target.device == Device::kCuda && draft != nullptr) check_shared_gpus(target, *draft);
   if (num_ranks == 1) return;
   const std::string named = concat("tensor_parallel_size is ", num_ranks);
-  if (target.device != Device::kCpu) {
-    throw Unsupported(concat(named, ", but the models are on device ", device_name(target.device),
-                             ", where ranks are not supported yet; allowed there: 1"));
-  }
   if (o.use_null_device) {
     throw InvalidArgument(
         concat(named, " and use_null_device is true, which computes nothing; allowed with it: 1"));
   }
-  check_ranks(target, num_ranks);
+  if (target.ranks.empty()) check_ranks(target, num_ranks);
   if (draft == nullptr) return;
   for (const LayerConfig& layer : draft->config.layers) {
     const bool reads_target =

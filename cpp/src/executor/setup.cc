@@ -229,22 +229,56 @@ int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const
                                                activation_dtype(target, draft));
 }
 
-Targets rank_targets(const std::shared_ptr<const Model>& whole, const ExecutorOptions& o) {
+RankModels rank_targets(const std::shared_ptr<const Model>& whole, const ExecutorOptions& o) {
+  if (!whole->ranks.empty()) return whole->ranks;
   const int32_t num_ranks = o.tensor_parallel_size;
   if (num_ranks == 1) return {whole};
-  Targets targets;
+  RankModels targets;
   for (int32_t rank = 0; rank < num_ranks; ++rank) {
     targets.push_back(rank_model(*whole, {.rank = rank, .num_ranks = num_ranks}));
   }
   return targets;
 }
 
-std::unique_ptr<Runner> make_runner(const Targets& targets,
-                                    const std::shared_ptr<const Model>& draft,
+RankModels rank_drafts(const std::shared_ptr<const Model>& whole, const ExecutorOptions& o) {
+  if (whole != nullptr && !whole->ranks.empty()) return whole->ranks;
+  return RankModels(static_cast<size_t>(o.tensor_parallel_size), whole);
+}
+
+#ifdef PACELINE_CUDA
+namespace {
+
+// Each rank of several captures its graphs and is launched on a thread of its own.
+std::unique_ptr<Runner> make_gpu_runner(const RankModels& targets, const RankModels& drafts,
+                                        const KvLayout& layout, const ExecutorOptions& o,
+                                        const RunnerOptions& runner,
+                                        const Executor::Progress& progress) {
+  const bool shares_gpu = targets.size() > 1 && targets.front()->gpu == targets.back()->gpu;
+  const auto make_rank = [&](const RankHandle& ranks) {
+    const auto rank = static_cast<size_t>(ranks.rank);
+    CudaRunnerOptions options = {
+        .runner = runner, .poison_pool = o.poison_freed_blocks, .shares_gpu = shares_gpu};
+    options.runner.ranks = ranks;
+    // One rank reports for all.
+    if (rank == 0) options.on_capture = progress;
+    return std::make_unique<CudaRunner>(targets[rank], drafts[rank], layout, options);
+  };
+  if (targets.size() == 1) return make_rank({});
+  std::vector<DeviceMemory*> memories;
+  for (const auto& target : targets) memories.push_back(&cuda_memory(target->gpu));
+  const int64_t row_bytes = exchanged_width(targets.front()->config) * dtype_bytes(DType::kFloat32);
+  return std::make_unique<RankedRunner>(std::make_unique<RankGroup>(memories, row_bytes),
+                                        max_in_flight(o), make_rank, /*has_threads=*/true);
+}
+
+}  // namespace
+#endif
+
+std::unique_ptr<Runner> make_runner(const RankModels& targets, const RankModels& drafts,
                                     const KvLayout& layout, const ExecutorOptions& o,
                                     [[maybe_unused]] const Executor::Progress& progress) {
   const std::shared_ptr<const Model>& target = targets.front();
-  const RunnerOptions runner = runner_options(o, *target, draft.get());
+  const RunnerOptions runner = runner_options(o, *target, drafts.front().get());
   if (o.use_null_device) {
     const InputCapacity capacity =
         input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);
@@ -252,10 +286,7 @@ std::unique_ptr<Runner> make_runner(const Targets& targets,
   }
 #ifdef PACELINE_CUDA
   if (target->device == Device::kCuda) {
-    return std::make_unique<CudaRunner>(
-        target, draft, layout,
-        CudaRunnerOptions{
-            .runner = runner, .poison_pool = o.poison_freed_blocks, .on_capture = progress});
+    return make_gpu_runner(targets, drafts, layout, o, runner, progress);
   }
 #endif
   const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
@@ -266,14 +297,14 @@ std::unique_ptr<Runner> make_runner(const Targets& targets,
     options.runner.ranks = ranks;
     const RankShare share = {.rank = ranks.rank, .num_ranks = num_ranks};
     options.num_threads = std::max(share.of(num_threads).count, 1);
-    return std::make_unique<CpuRunner>(targets[static_cast<size_t>(ranks.rank)], draft, layout,
-                                       options);
+    const auto rank = static_cast<size_t>(ranks.rank);
+    return std::make_unique<CpuRunner>(targets[rank], drafts[rank], layout, options);
   };
   if (num_ranks == 1) return make_rank({});
   const int64_t row_bytes = exchanged_width(target->config) * dtype_bytes(DType::kFloat32);
   return std::make_unique<RankedRunner>(
       std::make_unique<RankGroup>(num_ranks, row_bytes, o.hang_timeout_s), max_in_flight(o),
-      make_rank);
+      make_rank, /*has_threads=*/false);
 }
 
 KvLayout plan_layout(const ExecutorOptions& o, const Model& target, const Model* draft) {

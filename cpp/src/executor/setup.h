@@ -27,17 +27,19 @@ namespace paceline {
 [[nodiscard]] int64_t workspace_bytes(const ExecutorOptions& options, const Model& target,
                                       const Model* draft);
 
-// The target of each rank: the whole one, or the part that each of several ranks computes. The
-// whole model must outlive them.
-using Targets = std::vector<std::shared_ptr<const Model>>;
-[[nodiscard]] Targets rank_targets(const std::shared_ptr<const Model>& whole,
-                                   const ExecutorOptions& options);
+// A model for each rank. The whole model must outlive them.
+using RankModels = std::vector<std::shared_ptr<const Model>>;
+// The whole target, or the part that each of several ranks computes.
+[[nodiscard]] RankModels rank_targets(const std::shared_ptr<const Model>& whole,
+                                      const ExecutorOptions& options);
+// The whole drafter for each rank, or null.
+[[nodiscard]] RankModels rank_drafts(const std::shared_ptr<const Model>& whole,
+                                     const ExecutorOptions& options);
 
 // Makes the runner of the models' device, or the null runner. `layout` is that of each rank, and
 // must outlive the runner.
-[[nodiscard]] std::unique_ptr<Runner> make_runner(const Targets& targets,
-                                                  const std::shared_ptr<const Model>& draft,
-                                                  const KvLayout& layout,
+[[nodiscard]] std::unique_ptr<Runner> make_runner(const RankModels& targets,
+                                                  const RankModels& drafts, const KvLayout& layout,
                                                   const ExecutorOptions& options,
                                                   const Executor::Progress& progress);
 

@@ -10,28 +10,28 @@
 #include <paceline/dtype.h>
 
 #include "device/rank_group.h"
+#include "device/rank_share.h"
 
 namespace paceline {
 
 struct CpuContext;
+struct CudaContext;
 
 // y = the columns of all ranks. Every rank of the group makes the same calls in the same order,
-// with equal num_rows, total_columns and dtype, and the columns of the ranks cover y without
-// overlap.
+// with equal num_rows, max_rows, columns and dtype.
 struct GatherColumnsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const void* x;  // [max_rows, num_columns] dtype, rows x_stride apart; may be its place in y
+  const void* x;  // [max_rows, own columns] dtype, rows x_stride apart; may be its place in y
   int64_t x_stride;
-  int32_t num_columns;    // of this rank
-  int32_t first_column;   // in y
-  int32_t total_columns;  // of all ranks
-  void* y;                // [max_rows, total_columns] dtype
+  RankColumns columns;
+  void* y;  // [max_rows, columns.total()] dtype
   DType dtype = DType::kFloat32;
   RankHandle ranks;
 };
-// Throws DeviceError when the group has failed, and when a rank does not come in time. There is no
-// overload of CudaContext yet, so check_options refuses several ranks on a GPU.
+// On the CPU, throws DeviceError when the group has failed, and when a rank does not come in time.
+// On a GPU, where every rank has columns, the kernel then ends without them, and the runner throws.
 void gather_columns(CpuContext&, const GatherColumnsParams&);
+void gather_columns(CudaContext&, const GatherColumnsParams&);
 
 }  // namespace paceline

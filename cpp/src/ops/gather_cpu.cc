@@ -13,15 +13,16 @@ namespace paceline {
 void gather_columns(CpuContext& ctx, const GatherColumnsParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   PACELINE_CHECK(p.ranks.group != nullptr, "columns are gathered without other ranks");
-  PACELINE_CHECK(p.first_column >= 0 && p.num_columns >= 0 &&
-                     p.first_column <= p.total_columns - p.num_columns,
-                 "columns ", p.first_column, " to ", p.first_column + p.num_columns, " of ",
-                 p.total_columns);
   RankGroup& group = *p.ranks.group;
+  PACELINE_CHECK(p.columns.num_ranks == group.num_ranks(), p.columns.num_ranks, " of ",
+                 group.num_ranks(), " ranks have columns");
+  const LinearRange own = p.columns.of(p.ranks.rank);
+  PACELINE_CHECK(own.first >= 0 && own.count >= 0, "columns ", own.first, " to ",
+                 own.first + own.count);
   const int64_t item_bytes = dtype_bytes(p.dtype);
-  const int64_t row_bytes = p.total_columns * item_bytes;
-  const int64_t begin = p.first_column * item_bytes;
-  const int64_t own_bytes = p.num_columns * item_bytes;
+  const int64_t row_bytes = p.columns.total() * item_bytes;
+  const int64_t begin = own.first * item_bytes;
+  const int64_t own_bytes = own.count * item_bytes;
   const auto* const x = static_cast<const std::byte*>(p.x);
   auto* const y = static_cast<std::byte*>(p.y);
   const auto rows_a_step = static_cast<int32_t>(
@@ -29,7 +30,7 @@ void gather_columns(CpuContext& ctx, const GatherColumnsParams& p) {
   PACELINE_CHECK(rows_a_step > 0 || num_rows <= 0, "rows of ", row_bytes,
                  " bytes are exchanged in ", group.place_bytes());
   // Where x has its place in y, it stays there.
-  const bool is_in_place = p.x == y + begin && p.x_stride == p.total_columns;
+  const bool is_in_place = p.x == y + begin && p.x_stride == p.columns.total();
   const auto copy = [](std::byte* to, const std::byte* from, int64_t bytes) {
     if (bytes == 0) return;  // x may be null without columns
     std::memcpy(to, from, static_cast<size_t>(bytes));

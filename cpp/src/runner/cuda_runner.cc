@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "common/describe_device.h"
 #include "common/device_calls.h"
+#include "common/device_scope.h"
 #include "common/kernel_trace.h"
 #include "common/status.h"
 #include "model/weights/model_impl.h"
@@ -23,6 +24,7 @@ namespace paceline {
 namespace {
 
 using cuda::check;
+using cuda::DeviceScope;
 
 constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
 constexpr int32_t kNumCounters = 1 << 17;
@@ -37,11 +39,13 @@ RunnerOptions with_padding(RunnerOptions options) {
 
 CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
                        const KvLayout& layout, const CudaRunnerOptions& options)
-    : max_in_flight_(options.runner.max_in_flight), arena_(cuda_memory()) {
+    : max_in_flight_(options.runner.max_in_flight), gpu_(target->gpu), arena_(cuda_memory(gpu_)) {
+  const DeviceScope scope(gpu_);
   const DType dtype = activation_dtype(*target, draft.get());
   check(cudaStreamCreateWithFlags(&stream_.handle, cudaStreamNonBlocking), "cudaStreamCreate");
   context_.stream = stream_.handle;
   cuda::describe_device(context_);
+  if (options.shares_gpu) context_.has_early_starts = false;
   context_.workspace = arena_.allocate<std::byte>(kWorkspaceBytes, "kernel workspace");
   context_.workspace_bytes = kWorkspaceBytes;
   context_.counters = arena_.allocate<int32_t>(kNumCounters, "kernel counters");
@@ -52,8 +56,8 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
 
   const RunnerOptions runner_options = with_padding(options.runner);
   runner_ = std::make_unique<IterationRunner<CudaContext, CudaGraph>>(
-      context_, cuda_memory(), arena_, std::move(target), std::move(draft), layout, runner_options,
-      dtype);
+      context_, cuda_memory(gpu_), arena_, std::move(target), std::move(draft), layout,
+      runner_options, dtype);
   plan_products(context_, *planner_, runner_options.iteration.shape, runner_->target(),
                 decoder_of(runner_->speculator()));
   warm_up();
@@ -75,13 +79,24 @@ int64_t CudaRunner::count_workspace(const std::shared_ptr<const Model>& target,
              target, draft, layout, with_padding(options), activation_dtype(*target, draft.get()));
 }
 
-CudaRunner::Stream::~Stream() {
+CudaRunner::~CudaRunner() {
+  const DeviceScope scope(gpu_);
+  stream_.reset();
+  runner_.reset();
+  planner_.reset();
+}
+
+void CudaRunner::Stream::reset() noexcept {
   if (handle == nullptr) return;
   cudaStreamSynchronize(handle);
   cudaStreamDestroy(handle);
+  handle = nullptr;
 }
 
-void CudaRunner::synchronize() { cuda::synchronize(context_.stream, "synchronize"); }
+void CudaRunner::synchronize() {
+  const DeviceScope scope(gpu_);
+  cuda::synchronize(context_.stream, "synchronize");
+}
 
 // Runs every op once on zero rows, so that all kernels are loaded before anything is captured or
 // timed.
@@ -116,10 +131,10 @@ void CudaRunner::warm_up() {
 }
 
 void CudaRunner::capture(const std::function<void(int32_t done, int32_t total)>& on_capture) {
-  const int64_t free_before = cuda_free_bytes();
+  const int64_t free_before = cuda_free_bytes(gpu_);
   runner_->capture(decode_buckets(runner_->options().shape.max_seqs), on_capture);
   cuda::synchronize(context_.stream, "capturing graphs");
-  graph_bytes_ = std::max<int64_t>(free_before - cuda_free_bytes(), 0);
+  graph_bytes_ = std::max<int64_t>(free_before - cuda_free_bytes(gpu_), 0);
 }
 
 void CudaRunner::begin_launch(const Batch& batch) {
@@ -133,11 +148,13 @@ void CudaRunner::begin_launch(const Batch& batch) {
 }
 
 void CudaRunner::launch(const Batch& batch) {
+  const DeviceScope scope(gpu_);
   begin_launch(batch);
   runner_->run(batch);
 }
 
 std::vector<KernelTime> CudaRunner::launch_traced(const Batch& batch) {
+  const DeviceScope scope(gpu_);
   begin_launch(batch);
   const IterationExtent extent = decode_extent(runner_->options().shape, batch.counts().num_seqs,
                                                batch.num_drafts, batch.has_logit_work);
@@ -167,8 +184,15 @@ std::vector<KernelTime> CudaRunner::launch_traced(const Batch& batch) {
 }
 
 int64_t CudaRunner::completed() {
-  while (completed_ < launched_ && runner_->ring().is_complete(completed_ + 1)) ++completed_;
-  return completed_;
+  int64_t newest = completed_;
+  while (newest < launched_ && runner_->ring().is_complete(newest + 1)) ++newest;
+  completed_ = newest;
+  return newest;
+}
+
+void CudaRunner::abort(std::exception_ptr cause) {
+  const std::scoped_lock lock(mutex_);
+  if (failure_ == nullptr) failure_ = std::move(cause);
 }
 
 void CudaRunner::wait(int64_t iteration) {
@@ -178,17 +202,21 @@ void CudaRunner::wait(int64_t iteration) {
   auto next_query = Clock::now() + std::chrono::milliseconds(1);
   // Another iteration is always queued behind this one, so a slightly late wake-up costs nothing. A
   // query of the driver would cost time.
+  const DeviceScope scope(gpu_);
   for (int32_t spins = 0; completed() < iteration; ++spins) {
     if (spins < 200) continue;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     if (Clock::now() < next_query) continue;
     next_query = Clock::now() + std::chrono::milliseconds(1);
+    const std::scoped_lock lock(mutex_);
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
     const cudaError_t status = cudaStreamQuery(context_.stream);
     if (status != cudaErrorNotReady) check(status, "running an iteration");
   }
 }
 
 void CudaRunner::poison(GroupId group, BlockId block) {
+  const DeviceScope scope(gpu_);
   const std::span<std::byte> bytes = runner_->kv_block(group, block);
   check(cudaMemsetAsync(bytes.data(), 0xff, bytes.size(), context_.stream), "poisoning a block");
 }

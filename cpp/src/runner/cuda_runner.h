@@ -5,9 +5,12 @@
 // must be copied to the host: inputs and results pass through the iteration ring in pinned memory
 // (graph/iteration_ring.h).
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "device/cuda_context.h"
@@ -22,6 +25,9 @@ namespace paceline {
 struct CudaRunnerOptions {
   RunnerOptions runner;
   bool poison_pool = false;  // fill the KV pool with NaN at start
+  // Ranks on one GPU, for tests: a kernel that starts early would hold the multiprocessors that the
+  // kernel needs for which it waits.
+  bool shares_gpu = false;
   // Called while graphs are captured; may be null.
   std::function<void(int32_t done, int32_t total)> on_capture;
 };
@@ -37,12 +43,14 @@ class CudaRunner final : public Runner {
                                                const std::shared_ptr<const Model>& draft,
                                                const KvLayout& layout,
                                                const RunnerOptions& options);
+  ~CudaRunner() override;
   CudaRunner(const CudaRunner&) = delete;
   CudaRunner& operator=(const CudaRunner&) = delete;
 
   void bind(Batch& batch) override { runner_->bind(batch); }
   void launch(const Batch& batch) override;
   [[nodiscard]] std::vector<KernelTime> launch_traced(const Batch& batch) override;
+  void abort(std::exception_ptr cause) override;
   void wait(int64_t iteration) override;
   [[nodiscard]] int64_t completed() override;
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override {
@@ -77,18 +85,23 @@ class CudaRunner final : public Runner {
   void begin_launch(const Batch& batch);
 
   int32_t max_in_flight_;
+  int32_t gpu_;
   DeviceArena arena_;
   CudaContext context_;
   std::unique_ptr<GemmPlanner> planner_;
   std::unique_ptr<IterationRunner<CudaContext, CudaGraph>> runner_;
   int64_t graph_bytes_ = 0;
-  int64_t launched_ = -1;
-  int64_t completed_ = -1;
+  // One thread may launch while another one waits.
+  std::atomic<int64_t> launched_ = -1;
+  std::atomic<int64_t> completed_ = -1;
+  std::mutex mutex_;
+  std::exception_ptr failure_;  // that abort() has given
 
   // The destructor waits for the stream. The member is the last one and thus destroyed first, so
   // nothing that kernels in flight use is freed before, even if the constructor throws.
   struct Stream {
-    ~Stream();
+    ~Stream() { reset(); }
+    void reset() noexcept;
     CUstream_st* handle = nullptr;
   };
   Stream stream_;

@@ -2,9 +2,14 @@
 #include "runner/ranked_runner.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
+#include "base/start_thread.h"
 #include "wire/staged_inputs.h"
 
 namespace paceline {
@@ -28,13 +33,96 @@ void copy_inputs(const StagedInputs& from, const StagedInputs& to) {
 
 }  // namespace
 
+class RankedRunner::Launcher {
+ public:
+  // At most `max_in_flight` iterations are launched and not drained.
+  Launcher(Runner& runner, const RankHandle& ranks, int32_t max_in_flight)
+      : runner_(runner), ranks_(ranks), queue_(static_cast<size_t>(max_in_flight) + 1) {
+    thread_ = start_thread("the thread that launches a rank", [this] { loop(); });
+  }
+  ~Launcher() {
+    {
+      const std::scoped_lock lock(mutex_);
+      stops_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  Launcher(const Launcher&) = delete;
+  Launcher& operator=(const Launcher&) = delete;
+
+  void launch(const Batch& batch) {
+    {
+      const std::scoped_lock lock(mutex_);
+      PACELINE_CHECK(num_given_ - num_launched_ < queue_.size(), "too many iterations in flight");
+      queue_[num_given_ % queue_.size()] = &batch;
+      ++num_given_;
+    }
+    changed_.notify_all();
+  }
+  void drain() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return num_launched_ == num_given_; });
+  }
+
+ private:
+  void loop() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return stops_ || num_launched_ < num_given_; });
+      if (num_launched_ == num_given_) return;
+      const Batch& batch = *queue_[num_launched_ % queue_.size()];
+      lock.unlock();
+      try {
+        if (!ranks_.group->has_failed()) runner_.launch(batch);
+      } catch (...) {
+        ranks_.group->fail(ranks_.rank, std::current_exception());
+      }
+      lock.lock();
+      ++num_launched_;
+      changed_.notify_all();
+    }
+  }
+
+  Runner& runner_;
+  RankHandle ranks_;
+  std::vector<const Batch*> queue_;
+  uint64_t num_given_ = 0;
+  uint64_t num_launched_ = 0;
+  bool stops_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::thread thread_;
+};
+
 RankedRunner::RankedRunner(std::unique_ptr<RankGroup> group, int32_t max_in_flight,
-                           const MakeRank& make_rank)
+                           const MakeRank& make_rank, bool has_threads)
     : group_(std::move(group)),
       batches_(static_cast<size_t>(group_->num_ranks()) - 1,
-               std::vector<Batch>(static_cast<size_t>(max_in_flight) + 1)) {
-  for (int32_t rank = 0; rank < group_->num_ranks(); ++rank) {
-    runners_.push_back(make_rank({.group = group_.get(), .rank = rank}));
+               std::vector<Batch>(static_cast<size_t>(max_in_flight) + 1)),
+      runners_(static_cast<size_t>(group_->num_ranks())) {
+  const auto handle = [&](size_t rank) {
+    return RankHandle{.group = group_.get(), .rank = static_cast<int32_t>(rank)};
+  };
+  std::vector<std::exception_ptr> failures(runners_.size());
+  const auto make = [&](size_t rank) {
+    try {
+      runners_[rank] = make_rank(handle(rank));
+    } catch (...) {
+      failures[rank] = std::current_exception();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (size_t rank = 1; has_threads && rank < runners_.size(); ++rank) {
+    threads.push_back(start_thread("the thread that makes a rank", [&, rank] { make(rank); }));
+  }
+  for (size_t rank = 0; rank < (has_threads ? 1 : runners_.size()); ++rank) make(rank);
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& failure : failures) {
+    if (failure != nullptr) std::rethrow_exception(failure);
+  }
+  for (size_t rank = 0; has_threads && rank < runners_.size(); ++rank) {
+    launchers_.push_back(std::make_unique<Launcher>(*runners_[rank], handle(rank), max_in_flight));
   }
   group_->set_on_failure([this] {
     std::exception_ptr cause;
@@ -52,7 +140,15 @@ RankedRunner::~RankedRunner() {
   group_->fail(0, std::make_exception_ptr(DeviceError("the engine ends")));
 }
 
-void RankedRunner::launch(const Batch& batch) {
+void RankedRunner::launch_rank(size_t rank, const Batch& batch) {
+  if (launchers_.empty()) {
+    runners_[rank]->launch(batch);
+  } else {
+    launchers_[rank]->launch(batch);
+  }
+}
+
+void RankedRunner::launch_others(const Batch& batch) {
   for (size_t rank = 1; rank < runners_.size(); ++rank) {
     std::vector<Batch>& of_rank = batches_[rank - 1];
     Batch& own = of_rank[static_cast<size_t>(batch.iteration) % of_rank.size()];
@@ -62,9 +158,24 @@ void RankedRunner::launch(const Batch& batch) {
     for (HiddenCopy& copy : own.hidden_copies) copy.destination.data = nullptr;
     runners_[rank]->bind(own);
     copy_inputs(batch.inputs, own.inputs);
-    runners_[rank]->launch(own);
+    launch_rank(rank, own);
   }
-  first().launch(batch);
+}
+
+void RankedRunner::launch(const Batch& batch) {
+  launch_others(batch);
+  launch_rank(0, batch);
+}
+
+std::vector<KernelTime> RankedRunner::launch_traced(const Batch& batch) {
+  launch_others(batch);
+  if (!launchers_.empty()) launchers_.front()->drain();
+  return first().launch_traced(batch);
+}
+
+void RankedRunner::drain() {
+  for (const auto& launcher : launchers_) launcher->drain();
+  if (group_->has_failed()) throw DeviceError(group_->failure());
 }
 
 void RankedRunner::release(int64_t iteration) {
@@ -83,6 +194,7 @@ std::string RankedRunner::delay_cause() const {
 void RankedRunner::wait(int64_t iteration) {
   // A rank that is late on purpose starts only now, and the others need it.
   release(iteration);
+  if (!launchers_.empty()) drain();
   for (const auto& runner : runners_) runner->wait(iteration);
   check_results(iteration);
 }
@@ -103,6 +215,7 @@ int64_t RankedRunner::completed() {
 }
 
 void RankedRunner::poison(GroupId group, BlockId block) {
+  if (!launchers_.empty()) drain();
   for (const auto& runner : runners_) runner->poison(group, block);
 }
 

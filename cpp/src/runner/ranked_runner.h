@@ -21,8 +21,11 @@ class RankedRunner final : public Runner {
   using MakeRank = std::function<std::unique_ptr<Runner>(const RankHandle&)>;
 
   // Makes one runner for each rank of `group`, and uses the group alone. max_in_flight: the number
-  // of iterations that each of these runners takes at once.
-  RankedRunner(std::unique_ptr<RankGroup> group, int32_t max_in_flight, const MakeRank& make_rank);
+  // of iterations that each of these runners takes at once. has_threads: each runner is made and
+  // launched on a thread of its own, because its launch() waits for its device where that waits for
+  // another rank.
+  RankedRunner(std::unique_ptr<RankGroup> group, int32_t max_in_flight, const MakeRank& make_rank,
+               bool has_threads = false);
   // Ends the iterations in flight.
   ~RankedRunner() override;
   RankedRunner(const RankedRunner&) = delete;
@@ -30,6 +33,8 @@ class RankedRunner final : public Runner {
 
   void bind(Batch& batch) override { first().bind(batch); }
   void launch(const Batch& batch) override;
+  // Times the kernels of rank 0.
+  [[nodiscard]] std::vector<KernelTime> launch_traced(const Batch& batch) override;
   void release(int64_t iteration) override;
   void abort(std::exception_ptr cause) override;
   [[nodiscard]] std::string delay_cause() const override;
@@ -56,12 +61,21 @@ class RankedRunner final : public Runner {
   [[nodiscard]] int64_t graph_bytes() const override;
 
  private:
+  // Launches the iterations of a rank, in order, on a thread.
+  class Launcher;
+
   [[nodiscard]] Runner& first() { return *runners_.front(); }
+  // Launches an iteration on all ranks but the first.
+  void launch_others(const Batch& batch);
+  void launch_rank(size_t rank, const Batch& batch);
+  // Waits until what was launched has reached the devices. Throws DeviceError if a rank has failed.
+  void drain();
   void check_results(int64_t iteration);
 
   std::unique_ptr<RankGroup> group_;
-  std::vector<std::vector<Batch>> batches_;       // by rank - 1 and iteration, modulo its size
-  std::vector<std::unique_ptr<Runner>> runners_;  // by rank; last: their threads use the rest
+  std::vector<std::vector<Batch>> batches_;           // by rank - 1 and iteration, modulo its size
+  std::vector<std::unique_ptr<Runner>> runners_;      // by rank; their threads use the rest
+  std::vector<std::unique_ptr<Launcher>> launchers_;  // by rank, or empty; last: they use runners
 };
 
 }  // namespace paceline

@@ -115,6 +115,7 @@ def measure_arrivals(
     arrivals: Arrivals,
     *,
     num_threads: int = 0,
+    tensor_parallel_size: int = 1,
     rounds: int = 3,
     use_null_device: bool = False,
     show_progress: bool = False,
@@ -129,6 +130,7 @@ def measure_arrivals(
         workload: The requests; at most its concurrency run at the same time.
         arrivals: How they arrive.
         num_threads: CPU threads; 0 = all cores.
+        tensor_parallel_size: Ranks that share the target.
         rounds: Runs of each rate.
         use_null_device: Run no ops.
         show_progress: As for `make_executor`.
@@ -142,7 +144,8 @@ def measure_arrivals(
     begin = time.monotonic()
     executor = make_executor(
         target, draft, speculation, workload, num_threads=num_threads,
-        use_null_device=use_null_device, show_progress=show_progress,
+        tensor_parallel_size=tensor_parallel_size, use_null_device=use_null_device,
+        show_progress=show_progress,
     )  # fmt: skip
     engine_start_s = time.monotonic() - begin
     sampler = GpuSampler(target.model.device)

@@ -42,12 +42,14 @@ def make_executor(
     workload: Workload,
     *,
     num_threads: int = 0,
+    tensor_parallel_size: int = 1,
     use_null_device: bool = False,
     show_progress: bool = False,
 ) -> _core.Executor:
     """Starts an engine just large enough for the workload, on the device of the models.
 
-    `show_progress` shows a bar while graphs are captured, if standard error is a terminal.
+    On GPUs the models are on `tensor_parallel_size` of them. `show_progress` shows a bar while
+    graphs are captured, if standard error is a terminal.
     """
     k = 0 if speculation is None else speculation.k
     options: dict[str, Any] = {
@@ -59,6 +61,7 @@ def make_executor(
         # Runs repeat their prompts, and each run shall compute them.
         "enable_prefix_caching": False,
         "num_threads": num_threads,
+        "tensor_parallel_size": tensor_parallel_size,
         "use_null_device": use_null_device,
     }
     if speculation is not None:
@@ -75,6 +78,7 @@ def measure(
     workloads: Sequence[Workload],
     *,
     num_threads: int = 0,
+    tensor_parallel_size: int = 1,
     rounds: int = 3,
     use_null_device: bool = False,
     seconds_before: float | None = None,
@@ -95,6 +99,7 @@ def measure(
         speculation: None = plain decoding.
         workloads: The workloads, which differ only in `sampling`.
         num_threads: CPU threads; 0 = all cores.
+        tensor_parallel_size: Ranks that share the target.
         rounds: Runs of each workload.
         use_null_device: Run no ops, to measure the host's work alone.
         seconds_before: Seconds from the start of the process until the models were loaded; None =
@@ -129,7 +134,8 @@ def measure(
     longest = max(map(len, requests.prompts), default=workloads[0].input_len)
     executor = make_executor(
         target, draft, speculation, replace(workloads[0], input_len=longest),
-        num_threads=num_threads, use_null_device=use_null_device, show_progress=show_progress,
+        num_threads=num_threads, tensor_parallel_size=tensor_parallel_size,
+        use_null_device=use_null_device, show_progress=show_progress,
     )  # fmt: skip
     engine_start_s = time.monotonic() - begin
     samples = [_Samples() for _ in workloads]

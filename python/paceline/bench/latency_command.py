@@ -36,12 +36,12 @@ from paceline.bench.latency_report import (
 )
 from paceline.bench.lengths import at_lengths
 from paceline.bench.measurement import Measurement
-from paceline.bench.models import BenchModel, load, load_draft
+from paceline.bench.models import BenchModel, load, load_draft, on_gpus
 from paceline.bench.plot import draw_report
 from paceline.bench.report import GrowingTable, Output, columns, legends, write_json
 from paceline.bench.workload import Workload
 from paceline.console import check_output, tell
-from paceline.device import resolve_device
+from paceline.device import chosen_gpus, resolve_device
 from paceline.progress import progress_bar
 from paceline.speculative_config import SpeculativeConfig
 
@@ -148,6 +148,7 @@ class _Bench:
         ]
         engine: dict[str, Any] = {
             "num_threads": self.args.num_threads,
+            "tensor_parallel_size": self.args.tensor_parallel_size,
             "rounds": self.args.rounds,
             "use_null_device": self.args.host_only,
             "show_progress": not self.args.quiet,
@@ -269,6 +270,8 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
     check_num_layers(args)
     config, chosen = speculations(args)
     device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
+    gpus = chosen_gpus(device, args.tensor_parallel_size, None)
+    placed = "cpu" if gpus else device
     if args.trace is not None and not can_trace(device):
         raise NotImplementedError(
             f"--trace times kernels, but the device is {device!r}; "
@@ -276,7 +279,7 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
         )
     begin = time.monotonic()
     target = load(
-        source, dummy=is_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
+        source, dummy=is_dummy, dtype=args.dtype, device=placed, show_progress=not args.quiet,
         revision=args.revision, cache_dir=args.cache_dir, num_layers=args.num_layers,
     )  # fmt: skip
     draft = None
@@ -288,9 +291,11 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
             draft_source, revision, kept = source, args.revision, args.num_layers
         draft = load_draft(
             draft_source, target, method=config.method, draft_feedback=config.draft_feedback,
-            dummy=is_draft_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
+            dummy=is_draft_dummy, dtype=args.dtype, device=placed, show_progress=not args.quiet,
             revision=revision, cache_dir=args.cache_dir, num_layers=kept,
         )  # fmt: skip
+    if gpus:
+        target, draft = on_gpus(target, draft, gpus)
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)
 

@@ -15,6 +15,7 @@ from paceline.bench.values import check_outputs, parse_concurrency, parse_list
 from paceline.checks import check_int, check_path, parse_json, quoted, shorten, wrong_value
 from paceline.commands.options import download_arguments
 from paceline.limits import MAX_INT, MAX_NUM_THREADS
+from paceline.option_schema import ENGINE
 from paceline.sampling import SamplingParams
 
 #: Keys of --sampling: the parameters that cost time.
@@ -55,6 +56,8 @@ def parse_latency_options(args: argparse.Namespace) -> LatencyOptions:
     for option in ("output_len", "rounds"):
         check_int(option, getattr(args, option), 1, MAX_INT)
     check_int("num_threads", args.num_threads, 0, MAX_NUM_THREADS)
+    ranks = ENGINE["tensor_parallel_size"]
+    check_int(ranks.name, args.tensor_parallel_size, ranks.low or 1, ranks.high)
     lengths = parse_lengths(args.acceptance_lengths)
     samplings = parse_samplings(args)
     arrivals = parse_arrivals(args, len(samplings))

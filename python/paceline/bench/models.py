@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
@@ -177,6 +177,23 @@ def load_draft(
         progress = how.get("show_progress", True)
         loaded = load_drafter(found, target.loaded, progress=progress, **kind, **placed)
     return _bench_model(source, loaded)
+
+
+def on_gpus(
+    target: BenchModel, draft: BenchModel | None, gpus: Sequence[int]
+) -> tuple[BenchModel, BenchModel | None]:
+    """Copies models from the CPU to GPUs, each of which is a rank.
+
+    Raises:
+        Exception: As for `paceline.loader.split_pair`.
+    """
+    from paceline.loader import split_pair
+
+    loaded, drafter = split_pair(target.loaded, None if draft is None else draft.loaded, gpus)
+    split = BenchModel(target.name, loaded)
+    if draft is None or drafter is None:
+        return split, None
+    return split, BenchModel(draft.name, drafter)
 
 
 def first_layers(config: Mapping[str, Any], num_layers: int | None, source: str) -> dict[str, Any]:

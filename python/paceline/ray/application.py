@@ -60,8 +60,8 @@ def build_app(options: Mapping[str, Any]) -> Application:
             "speculative-config": {...}, "max-num-seqs": 32}, without those of Ray's proxy. Under
             "engines" and "servers" it may have arguments of `ray.serve.deployment` for each of the
             two deployments, such as num_replicas, autoscaling_config, ray_actor_options and
-            graceful_shutdown_timeout_s. An engine has one GPU by default if `device` is not "cpu"
-            and a model is given.
+            graceful_shutdown_timeout_s. An engine has a GPU for each of its ranks by default, all
+            on one host, if `device` is not "cpu" and a model is given.
 
     Returns:
         The application.
@@ -81,9 +81,10 @@ def build_app(options: Mapping[str, Any]) -> Application:
     arguments = llm_arguments(args) | {"show_progress": False}
     num_running = args.max_num_seqs
     waiting = QUEUE_FACTOR * num_running if args.max_queue is None else args.max_queue
+    num_gpus = 0 if arguments["device"] == "cpu" else arguments["tensor_parallel_size"]
     engine_options: dict[str, Any] = {
         "max_ongoing_requests": num_running + waiting,
-        "ray_actor_options": {"num_gpus": 0 if arguments["device"] == "cpu" else 1},
+        "ray_actor_options": {"num_gpus": num_gpus},
         "request_router_config": RequestRouterConfig(
             request_router_class=PrefixRequestRouter,
             request_router_kwargs={

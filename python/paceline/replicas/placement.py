@@ -26,19 +26,32 @@ def place(
 
     Returns:
         For each replica the arguments of its `LLM` and its own environment variables. With GPUs
-        each has one. Otherwise the cores are divided, unless `num_threads` is given.
+        each has one for each of its ranks. Otherwise the cores are divided, unless `num_threads` is
+        given.
 
     Raises:
-        ValueError: There are fewer GPUs.
+        ValueError: There are fewer GPUs, or `devices` is given.
     """
     gpus = _gpus(environment) if _core.build_info()["has_cuda"] else []
     if arguments.get("device", "auto") != "cpu" and gpus:
-        if num_replicas > len(gpus):
+        num_ranks = arguments.get("tensor_parallel_size", 1)
+        if num_replicas * num_ranks > len(gpus):
+            each = "" if num_ranks == 1 else f" for replicas of {num_ranks} GPUs"
             raise ValueError(
-                f"--replicas is {num_replicas}; allowed: 1 to {len(gpus)}, the number of GPUs of "
-                f"this machine (in {_VISIBLE}, if that is set), or --device cpu"
+                f"--replicas is {num_replicas}; allowed: 1 to {len(gpus) // num_ranks}{each}, "
+                f"since this machine has {len(gpus)} GPUs (in {_VISIBLE}, if that is set), "
+                "or --device cpu"
             )
-        environments = [{_VISIBLE: name} for name in gpus[:num_replicas]]
+        if arguments.get("devices") is not None:
+            raise ValueError(
+                f"--devices is {arguments['devices']} and --replicas is {num_replicas}; allowed: "
+                f"with replicas leave it out, since each has GPUs of its own ({_VISIBLE} chooses "
+                "those of all)"
+            )
+        environments = [
+            {_VISIBLE: ",".join(gpus[first : first + num_ranks])}
+            for first in range(0, num_replicas * num_ranks, num_ranks)
+        ]
     else:
         environments = [{} for _ in range(num_replicas)]
         if arguments.get("num_threads") is None:

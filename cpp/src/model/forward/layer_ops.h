@@ -80,11 +80,7 @@ void gather_ranks(Ctx& ctx, const RowCount& rows, const Activations& activations
   p.num_rows = rows.num_rows;
   p.max_rows = rows.max_rows;
   p.ranks = activations.ranks;
-  if constexpr (requires { ctx.run(gather_columns, p); }) {
-    ctx.run(gather_columns, p);
-  } else {
-    PACELINE_CHECK(false, "this backend has no ranks");
-  }
+  ctx.run(gather_columns, p);
 }
 
 // y [max_rows, all outputs] = the product of all ranks, where the matrix is a rank's part of one
@@ -93,28 +89,25 @@ template <class Ctx>
 void project_all(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
                  const Activations& activations) {
   if (!linear.is_gathered()) return project(ctx, rows, linear, p);
+  const int32_t rank = activations.ranks.rank;
   Projection own = p;
-  if (const LinearRange& inputs = linear.own_inputs; inputs.count > 0) {
+  if (const RankColumns& inputs = linear.inputs; inputs.is_shared()) {
     gather_ranks(ctx, rows, activations,
                  {.x = p.x,
-                  .x_stride = p.x_stride > 0 ? p.x_stride : inputs.count,
-                  .num_columns = inputs.count,
-                  .first_column = inputs.first,
-                  .total_columns = linear.weight.k,
+                  .x_stride = p.x_stride > 0 ? p.x_stride : inputs.of(rank).count,
+                  .columns = inputs,
                   .y = activations.gathered,
                   .dtype = p.x_dtype});
     own.x = activations.gathered;
     own.x_stride = linear.weight.k;
   }
-  own.y = element(p.y, linear.first_output, p.y_dtype);
-  own.y_stride = linear.all_outputs;
+  own.y = element(p.y, linear.outputs.of(rank).first, p.y_dtype);
+  own.y_stride = linear.outputs.total();
   project(ctx, rows, linear, own);
   gather_ranks(ctx, rows, activations,
                {.x = own.y,
                 .x_stride = own.y_stride,
-                .num_columns = linear.weight.n,
-                .first_column = linear.first_output,
-                .total_columns = linear.all_outputs,
+                .columns = linear.outputs,
                 .y = p.y,
                 .dtype = p.y_dtype});
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "device/rank_share.h"
 #include "ops/weight_matrix.h"
 
 namespace paceline {
@@ -17,34 +18,26 @@ enum class ShardAxis : uint8_t {
   kRows,  // each computes a part of the outputs
 };
 
-// Consecutive rows or columns.
-struct LinearRange {
-  int32_t first = 0;
-  int32_t count = 0;
-};
-
 struct Linear {
   WeightMatrix weight;          // data is null in a model that has no such matrix
   const float* bias = nullptr;  // [n], or null
   ShardAxis shard = ShardAxis::kNone;
   int32_t num_groups = 1;  // GemmParams::num_groups
-  // The part of a rank (rank_split.h). All of it is empty or 0 in a whole matrix.
+  // The part of a rank (rank_split.h). All of it is empty in a whole matrix.
   // The rows of `weight.data` and `bias` that the rank multiplies, in the order of its outputs;
   // weight.n is their number. Empty: the first n.
   std::vector<LinearRange> rows;
-  // The inputs that the rank has computed itself. Before the product, those of the other ranks are
-  // gathered. Without any, x has all inputs.
-  LinearRange own_inputs;
-  // The place of the rank's outputs among those of all ranks, which are gathered after the product.
-  // all_outputs is 0 where they are not.
-  int32_t first_output = 0;
-  int32_t all_outputs = 0;
+  // The inputs that each rank has computed itself, which are gathered before the product. Not
+  // shared: x has all inputs.
+  RankColumns inputs;
+  // The outputs of each rank, which are gathered after the product; not shared where they are not.
+  RankColumns outputs;
 
   [[nodiscard]] bool is_present() const { return weight.data != nullptr; }
   // Whether a product is followed by an exchange between ranks.
-  [[nodiscard]] bool is_gathered() const { return all_outputs > 0; }
+  [[nodiscard]] bool is_gathered() const { return outputs.is_shared(); }
   // Outputs that are there after a product and its exchange.
-  [[nodiscard]] int32_t num_outputs() const { return is_gathered() ? all_outputs : weight.n; }
+  [[nodiscard]] int32_t num_outputs() const { return is_gathered() ? outputs.total() : weight.n; }
 };
 
 // The rows that share a scale.
@@ -86,12 +79,11 @@ struct ExpertLinears {
   // The part of a rank, as in Linear, with the same rows of every expert; bias_stride is the n of
   // the whole matrix.
   std::vector<LinearRange> rows;
-  LinearRange own_inputs;
-  int32_t first_output = 0;
-  int32_t all_outputs = 0;
+  RankColumns inputs;
+  RankColumns outputs;
   int64_t bias_stride = 0;
 
-  [[nodiscard]] bool is_gathered() const { return all_outputs > 0; }
+  [[nodiscard]] bool is_gathered() const { return outputs.is_shared(); }
 };
 
 [[nodiscard]] inline ExpertLinears rows_of(const ExpertLinears& experts, LinearRange range) {

@@ -153,28 +153,6 @@ constexpr std::string_view kTokenMap = "draft_to_target";
   return {};
 }
 
-// Throws Unsupported where the device has no kernels for a layer.
-void check_device(const DecoderConfig& config, Device device) {
-  if (device != Device::kCuda) return;
-  for (size_t layer = 0; layer < config.layers.size(); ++layer) {
-    const std::string why =
-        std::visit([](const auto& attention) { return attention.unsupported_on_gpu(); },
-                   config.layers[layer].attention);
-    if (!why.empty()) throw Unsupported(concat("layer ", layer, " of ", config.name, " has ", why));
-  }
-}
-
-// Throws Unsupported where the device has no products for a format.
-void check_formats(const DecoderConfig& config, DecoderWeights& weights, Device device) {
-  if (device != Device::kCuda) return;
-  for_each_linear(config, weights, [&](const auto&, const LinearShape& shape) {
-    if (shape.format.format != WeightFormat::kNvfp4) return;
-    throw Unsupported(concat(quoted(shape.name), " of ", config.name,
-                             " is stored in nvfp4, which a GPU cannot multiply with yet; use the "
-                             "device \"cpu\", or a checkpoint in mxfp4, int4, fp8 or bfloat16"));
-  });
-}
-
 // What a tensor holds besides numbers that are copied as they are, converted and checked.
 struct CheckedValues {
   std::vector<int32_t> ids;      // kIds
@@ -194,12 +172,11 @@ struct ModelBuilder::Impl {
     }
     model->config = parse_decoder_config(config_json);
     check_weight_bytes(model->config);
-    check_device(model->config, device);
     DecoderWeights& weights = model->weights;
     weights.dtype = weight_dtype;
     Carver counting(weight_dtype, device, /*base=*/nullptr);
     lay_out(model->config, counting, weights);
-    check_formats(model->config, weights, device);
+    if (device == Device::kCuda) check_on_gpu(model->config, weights);
     const std::string purpose = "the weights of " + model->config.name;
     if (device == Device::kCpu) check_fits(counting.bytes(), purpose, host_bytes());
     weights.arena = DeviceBuffer(device_memory(device), counting.bytes(), purpose);
@@ -507,6 +484,13 @@ void update_models(std::span<const ModelUpdate> updates) {
     std::vector<Write> writes;
     for (const ModelUpdate& update : updates) {
       if (update.model == nullptr) throw InvalidArgument("model is null; give a model");
+      if (!update.model->ranks.empty()) {
+        throw Unsupported(
+            concat("the weights of ", update.model->config.name,
+                   " are on GPUs that were chosen with it (devices or "
+                   "tensor_parallel_size), where they cannot be updated yet; allowed: "
+                   "a model on the default GPU or the CPU"));
+      }
       impls.push_back(
           std::make_unique<ModelBuilder::Impl>(std::const_pointer_cast<Model>(update.model)));
       ModelBuilder::Impl& impl = *impls.back();
@@ -556,7 +540,11 @@ void update_models(std::span<const ModelUpdate> updates) {
   });
 }
 
-int64_t model_weight_bytes(const Model& model) { return model.weights.arena.bytes(); }
+int64_t model_weight_bytes(const Model& model) {
+  int64_t bytes = model.weights.arena.bytes();
+  for (const auto& rank : model.ranks) bytes += rank->weights.arena.bytes();
+  return bytes;
+}
 
 DType model_weight_dtype(const Model& model) { return model.weights.dtype; }
 
@@ -568,9 +556,14 @@ Device model_device(const Model& model) { return model.device; }
 
 std::vector<std::byte> model_weight_arena(const Model& model) {
   return at_boundary([&] {
-    const DeviceBuffer& arena = model.weights.arena;
-    std::vector<std::byte> bytes(static_cast<size_t>(arena.bytes()));
-    arena.memory().download(bytes.data(), arena.data(), arena.bytes());
+    std::vector<std::byte> bytes(static_cast<size_t>(model_weight_bytes(model)));
+    std::byte* to = bytes.data();
+    const auto download = [&](const DeviceBuffer& arena) {
+      arena.memory().download(to, arena.data(), arena.bytes());
+      to += arena.bytes();
+    };
+    if (model.ranks.empty()) download(model.weights.arena);
+    for (const auto& rank : model.ranks) download(rank->weights.arena);
     return bytes;
   });
 }

@@ -17,26 +17,10 @@
 #include <vector>
 
 #include "base/check.h"
+#include "device/rank_share.h"
 #include "model/weights/linear.h"
 
 namespace paceline {
-
-// A rank of several.
-struct RankShare {
-  int32_t rank = 0;
-  int32_t num_ranks = 1;
-
-  // The rank's part of `count` things, which the ranks share as evenly as multiples of `step`
-  // allow.
-  [[nodiscard]] LinearRange of(int32_t count, int32_t step = 1) const {
-    const int64_t steps = (int64_t{count} + step - 1) / step;
-    const auto begin = [&](int64_t r) {
-      return static_cast<int32_t>(std::min<int64_t>(steps * r / num_ranks * step, count));
-    };
-    const int32_t first = begin(rank);
-    return {.first = first, .count = begin(rank + 1) - first};
-  }
-};
 
 // Why ranks cannot share `count` rows of a matrix, such as its outputs, or empty. `step`: rows that
 // stay together.
@@ -68,15 +52,13 @@ inline void keep_rows(Linear& linear, const std::vector<LinearRange>& ranges) {
   for (const LinearRange& range : linear.rows) linear.weight.n += range.count;
 }
 
-// Leaves the rank's outputs of a matrix whose outputs are gathered. `own_inputs`: what the rank has
-// of its inputs; empty: all.
-inline void split_outputs(Linear& linear, const RankShare& share, LinearRange own_inputs = {}) {
+// Leaves the rank's outputs of a matrix whose outputs are gathered. `inputs`: how the ranks share
+// its inputs; empty: each has all.
+inline void split_outputs(Linear& linear, const RankShare& share, const RankColumns& inputs = {}) {
+  linear.inputs = inputs;
   const int32_t all = linear.weight.n;
-  const LinearRange own = share.of(all);
-  keep_rows(linear, {own});
-  linear.own_inputs = own_inputs;
-  linear.first_output = own.first;
-  linear.all_outputs = all;
+  linear.outputs = share.columns(all, share.output_step(all, rows_a_scale(linear.weight)));
+  keep_rows(linear, {linear.outputs.of(share.rank)});
 }
 
 template <class Kind, class Weights>

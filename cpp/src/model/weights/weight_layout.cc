@@ -42,7 +42,7 @@ namespace {
   int32_t rows = kFp8Block;
   int64_t first_row = 0;
   for (const WeightPart& part : parts) {
-    while (first_row % rows != 0) rows /= 2;
+    while (first_row % rows != 0 || part.first_row % rows != 0) rows /= 2;
     first_row += part.rows;
   }
   return rows;

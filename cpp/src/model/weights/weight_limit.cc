@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <variant>
 #include <vector>
 
 #include "base/aligned_buffer.h"
 #include "base/check.h"
+#include "base/json.h"
 #include "model/weights/visit_weights.h"
 
 namespace paceline {
@@ -66,6 +69,21 @@ void check_weight_bytes(const DecoderConfig& config) {
   size_weights(config, no_weights);
   ByteLimit limit(config);
   visit_weights(config, no_weights, limit);
+}
+
+void check_on_gpu(const DecoderConfig& config, const DecoderWeights& weights) {
+  for (size_t layer = 0; layer < config.layers.size(); ++layer) {
+    const std::string why =
+        std::visit([](const auto& attention) { return attention.unsupported_on_gpu(); },
+                   config.layers[layer].attention);
+    if (!why.empty()) throw Unsupported(concat("layer ", layer, " of ", config.name, " has ", why));
+  }
+  for_each_linear(config, weights, [&](const auto&, const LinearShape& shape) {
+    if (shape.format.format != WeightFormat::kNvfp4) return;
+    throw Unsupported(concat(quoted(shape.name), " of ", config.name,
+                             " is stored in nvfp4, which a GPU cannot multiply with yet; use the "
+                             "device \"cpu\", or a checkpoint in mxfp4, int4, fp8 or bfloat16"));
+  });
 }
 
 }  // namespace paceline

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "model/description/decoder_config.h"
+#include "model/weights/weights.h"
 
 namespace paceline {
 
@@ -9,5 +10,9 @@ namespace paceline {
 // weight counts as float32, whatever its format, with the padding of packed ones. So sums of the
 // sizes of regions, with their alignment, fit int64.
 void check_weight_bytes(const DecoderConfig& config);
+
+// Throws Unsupported where a GPU has no kernels for a layer, or no products for the format of a
+// matrix.
+void check_on_gpu(const DecoderConfig& config, const DecoderWeights& weights);
 
 }  // namespace paceline

@@ -22,6 +22,8 @@ struct WeightPart {
   // the output of its branch), or each expert has a tensor of its own (LinearShape::is_per_expert),
   // whose name ends with the expert's number.
   int32_t num_experts = 0;
+  // The row of the tensor in a checkpoint with which the part begins, where ranks share its rows.
+  int64_t first_row = 0;
   // Of `floats`: NaN and infinity are refused, since one of them would spoil every later row.
   bool needs_finite = false;
 };

@@ -178,6 +178,12 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int num_bytes) {
              ? cudaSuccess
              : cudaErrorInvalidValue;
 }
+// There is one device.
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 struct cudaFuncAttributes {
   size_t sharedSizeBytes;
 };

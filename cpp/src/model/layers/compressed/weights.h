@@ -113,7 +113,8 @@ inline int64_t split_layer(CompressedAttention& attention, CompressedAttentionWe
   weights.o_a.num_groups = 1;
   weights.o_a = rows_of(weights.o_a, of_groups(all_outputs));
   weights.o_a.num_groups = groups.count;
-  split_outputs(weights.o_b, share, of_groups(all_outputs));
+  const auto group_outputs = static_cast<int32_t>(all_outputs / attention.o_groups);
+  split_outputs(weights.o_b, share, share.columns(attention.o_groups, 1, group_outputs));
   attention.num_qo_heads = heads.count;
   attention.o_groups = groups.count;
   return all_outputs;

@@ -67,9 +67,11 @@ void visit_kind_weights(const DenseMlp& mlp, const WeightSizes& sizes, Weights& 
 
 inline int64_t split_layer(DenseMlp& mlp, DenseMlpWeights& weights, const RankShare& share) {
   const int32_t all = mlp.intermediate;
-  const LinearRange own = share.of(all);
+  const RankColumns columns =
+      share.columns(all, share.output_step(all, rows_a_scale(weights.gate_up.weight)));
+  const LinearRange own = columns.of(share.rank);
   keep_rows(weights.gate_up, {own, {.first = all + own.first, .count = own.count}});
-  split_outputs(weights.down, share, own);
+  split_outputs(weights.down, share, columns);
   mlp.intermediate = own.count;
   return all;
 }

@@ -78,7 +78,8 @@ inline int64_t split_layer(LatentAttention& attention, LatentAttentionWeights& w
     keep_rows(weights.qkv_a, {of_heads(attention.q_rows()), entries});
   }
   weights.kv_b = rows_of(weights.kv_b, of_heads(attention.kv_b_rows()));
-  split_outputs(weights.o, share, of_heads(all_outputs));
+  const auto head_outputs = static_cast<int32_t>(all_outputs / attention.num_qo_heads);
+  split_outputs(weights.o, share, share.columns(attention.num_qo_heads, 1, head_outputs));
   attention.num_qo_heads = heads.count;
   return all_outputs;
 }

@@ -152,24 +152,21 @@ CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights&
   } else {
     const RowCount expert_rows = {.num_rows = a.expert_begin + num_experts,
                                   .max_rows = max_expert_rows};
-    const LinearRange& inputs = w.down.own_inputs;
+    const int32_t rank = activations.ranks.rank;
+    const int32_t all_outputs = w.down.outputs.total();
     gather_ranks(ctx, expert_rows, activations,
                  {.x = activations.activated,
-                  .x_stride = inputs.count,
-                  .num_columns = inputs.count,
-                  .first_column = inputs.first,
-                  .total_columns = w.down.weight.first.k,
+                  .x_stride = w.down.inputs.of(rank).count,
+                  .columns = w.down.inputs,
                   .y = activations.gathered,
                   .dtype = dtype});
-    void* const own_output = element(a.output, w.down.first_output, dtype);
+    void* const own_output = element(a.output, w.down.outputs.of(rank).first, dtype);
     ctx.run(expert_gemm, product(w.down, activations.gathered, /*x_rows=*/nullptr, max_expert_rows,
-                                 own_output, w.down.all_outputs));
+                                 own_output, all_outputs));
     gather_ranks(ctx, expert_rows, activations,
                  {.x = own_output,
-                  .x_stride = w.down.all_outputs,
-                  .num_columns = w.down.weight.first.n,
-                  .first_column = w.down.first_output,
-                  .total_columns = w.down.all_outputs,
+                  .x_stride = all_outputs,
+                  .columns = w.down.outputs,
                   .y = a.output,
                   .dtype = dtype});
   }

@@ -117,7 +117,9 @@ inline int64_t split_layer(MoeMlp& mlp, MoeMlpWeights& weights, const RankShare&
       places * std::max(mlp.expert.intermediate, mlp.shared ? mlp.shared->intermediate : 0);
   ExpertLinears& gate_up = weights.gate_up;
   const int32_t all = mlp.expert.intermediate;
-  const LinearRange own = share.of(all, rows_a_scale(gate_up.weight.first));
+  const int32_t step = share.output_step(all, rows_a_scale(gate_up.weight.first));
+  const RankColumns columns = share.columns(all, step);
+  const LinearRange own = columns.of(share.rank);
   gate_up.bias_stride = gate_up.weight.first.n;
   weights.down.bias_stride = weights.down.weight.first.n;
   if (mlp.is_interleaved) {
@@ -128,11 +130,10 @@ inline int64_t split_layer(MoeMlp& mlp, MoeMlpWeights& weights, const RankShare&
   gate_up.weight.first.n = 2 * own.count;
   ExpertLinears& down = weights.down;
   const int32_t all_outputs = down.weight.first.n;
-  const LinearRange outputs = share.of(all_outputs, rows_a_scale(down.weight.first));
-  down = rows_of(down, outputs);
-  down.own_inputs = own;
-  down.first_output = outputs.first;
-  down.all_outputs = all_outputs;
+  down.inputs = columns;
+  down.outputs =
+      share.columns(all_outputs, share.output_step(all_outputs, rows_a_scale(down.weight.first)));
+  down = rows_of(down, down.outputs.of(share.rank));
   mlp.expert.intermediate = own.count;
   if (mlp.shared) static_cast<void>(split_layer(*mlp.shared, weights.shared, share));
   return widest;

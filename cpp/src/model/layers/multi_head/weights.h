@@ -91,7 +91,7 @@ inline int64_t split_layer(MultiHeadAttention& attention, MultiHeadAttentionWeig
   keep_rows(weights.qkv, qkv);
   if (attention.has_output_gate) keep_rows(weights.gate, {rows(q, 0)});
   if (weights.sinks != nullptr) weights.sinks += q.first;
-  split_outputs(weights.o, share, rows(q, 0));
+  split_outputs(weights.o, share, share.columns(attention.num_qo_heads, 1, head_dim));
   attention.num_qo_heads = q.count;
   attention.num_kv_heads = kv.count;
   return all_q_rows;

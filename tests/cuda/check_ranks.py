@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the output of several GPUs with that of one, for models of real size.
+
+    check_ranks.py --config NAME [--drafter METHOD:NAME] [--ranks 1,2,4] [--requests N] [--tokens N]
+
+The models have dummy weights and are those of `paceline bench latency --config`. Half of the
+requests are greedy and half are drawn; one rank decodes plainly, and the others speculate. Prints
+how many tokens were compared and how many differ, and how long each number of ranks took. Exits
+with 1 if a token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from paceline import LLM, SamplingParams
+from paceline.bench.models import load, load_draft, on_gpus
+
+
+def outputs(args: argparse.Namespace, num_ranks: int) -> list[list[int]]:
+    """The tokens of every request, with this many ranks."""
+    device = "cuda" if num_ranks == 1 else "cpu"
+    begin = time.monotonic()
+    target, draft, speculative = load(args.config, dummy=True, device=device), None, None
+    if args.drafter and num_ranks > 1:
+        method, _, name = args.drafter.partition(":")
+        draft = load_draft(name, target, method=method, dummy=True, device=device)
+        speculative = {"method": method, "model": name, "num_speculative_tokens": 3}
+    if num_ranks > 1:
+        target, draft = on_gpus(target, draft, range(num_ranks))
+    vocab = target.config["vocab_size"]
+    llm = LLM.from_loaded(
+        target.loaded, None if draft is None else draft.loaded, speculative_config=speculative,
+        tensor_parallel_size=num_ranks, max_model_len=args.tokens + 600,
+        max_num_seqs=min(args.requests, 64), show_progress=False,
+    )  # fmt: skip
+    numbers = random.Random(1)
+    prompts = [
+        [numbers.randrange(vocab) for _ in range(numbers.randrange(1, 500))]
+        for _ in range(args.requests)
+    ]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=args.tokens, ignore_eos=True)
+        for i in range(args.requests)
+    ]
+    loaded = time.monotonic()
+    tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    end = time.monotonic()
+    llm.close()
+    print(f"{num_ranks} ranks: loaded in {loaded - begin:.1f} s, generated in {end - loaded:.1f} s")
+    return tokens
+
+
+def main() -> None:
+    """Compares and reports."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--drafter")
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=400)
+    args = parser.parse_args()
+    first, *others = [outputs(args, int(n)) for n in args.ranks.split(",")]
+    compared = sum(map(len, first)) * len(others)
+    differ = sum(
+        a != b for other in others for x, y in zip(first, other, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )  # fmt: skip
+    print(f"{args.config}: {compared} tokens compared, {differ} differ")
+    raise SystemExit(differ != 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks on GPUs: any number of them has the bits of one. Where there are fewer GPUs than ranks, the
+// ranks share the first one. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
+
+#include <cuda_runtime_api.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <paceline/error.h>
+#include <paceline/executor.h>
+
+#include "common/describe_device.h"
+#include "common/device_scope.h"
+#include "device/device_memory.h"
+#include "model/weights/split_model.h"
+#include "ops/gather.h"
+#include "support/cuda_fixture.h"
+#include "support/draft_head_checks.h"
+#include "support/engine_checks.h"
+#include "support/errors.h"
+#include "support/gpu.h"
+#include "support/jobs.h"
+#include "support/logprob_checks.h"
+#include "support/raw_models.h"
+#include "support/tiny_models.h"
+
+namespace paceline {
+namespace {
+
+using ::testing::AllOf;
+using testing::check_cuda;
+using ::testing::HasSubstr;
+using testing::Job;
+using testing::make_gemma4;
+using testing::make_latent;
+using testing::make_mixture;
+using testing::message_of;
+using testing::mix_logprobs;
+using testing::mix_sampling;
+using testing::Outcome;
+using testing::Pick;
+using testing::random_jobs;
+using testing::run;
+using testing::same_logprobs;
+using testing::seed_from_env;
+using testing::Tally;
+using testing::tiny_model;
+using testing::TinyModel;
+
+class CudaRanks : public testing::GpuTest {};
+
+// A GPU for each rank, or the first one for all.
+std::vector<int32_t> gpus_for(int32_t num_ranks) {
+  std::vector<int32_t> gpus(static_cast<size_t>(num_ranks), 0);
+  if (cuda_status().num_gpus >= num_ranks) std::iota(gpus.begin(), gpus.end(), 0);
+  return gpus;
+}
+
+// A stream and memory of a rank's GPU.
+class RankDevice {
+ public:
+  RankDevice(int32_t gpu, bool shares_gpu) : gpu_(gpu) {
+    const cuda::DeviceScope scope(gpu_);
+    cuda::describe_device(context_);
+    if (shares_gpu) context_.has_early_starts = false;
+    check_cuda(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking), "a stream");
+    const int32_t zero = 0;
+    zero_ = reinterpret_cast<const int32_t*>(upload(&zero, sizeof(zero)));
+  }
+  ~RankDevice() {
+    const cuda::DeviceScope scope(gpu_);
+    cudaStreamSynchronize(context_.stream);
+    cudaStreamDestroy(context_.stream);
+  }
+  RankDevice(const RankDevice&) = delete;
+  RankDevice& operator=(const RankDevice&) = delete;
+
+  // A copy of bytes on the GPU.
+  std::byte* upload(const void* from, int64_t bytes) {
+    buffers_.emplace_back(cuda_memory(gpu_), std::max<int64_t>(bytes, 1), "a test");
+    if (bytes > 0) cuda_memory(gpu_).upload(buffers_.back().data(), from, bytes);
+    return buffers_.back().data();
+  }
+  void gather(const GatherColumnsParams& p) {
+    const cuda::DeviceScope scope(gpu_);
+    context_.run(gather_columns, p);
+  }
+  // Waits for the exchanges, and fails their group after a while, which ends them.
+  void synchronize(RankGroup& group) {
+    const cuda::DeviceScope scope(gpu_);
+    using Clock = std::chrono::steady_clock;
+    const auto begin = Clock::now();
+    while (cudaStreamQuery(context_.stream) == cudaErrorNotReady) {
+      if (Clock::now() - begin > std::chrono::seconds(20)) {
+        group.fail(0, std::make_exception_ptr(DeviceError("exchanges take longer than 20 s")));
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    cuda::check(cudaStreamSynchronize(context_.stream), "an exchange");
+  }
+  [[nodiscard]] DeviceMemory& memory() const { return cuda_memory(gpu_); }
+  [[nodiscard]] const int32_t* zero() const { return zero_; }
+
+ private:
+  int32_t gpu_;
+  const int32_t* zero_ = nullptr;
+  CudaContext context_;
+  std::vector<DeviceBuffer> buffers_;
+};
+
+std::unique_ptr<RankGroup> group_on(const std::vector<int32_t>& gpus, int64_t row_bytes) {
+  connect_gpus(gpus);
+  std::vector<DeviceMemory*> memories;
+  for (const int32_t gpu : gpus) memories.push_back(&cuda_memory(gpu));
+  return std::make_unique<RankGroup>(memories, row_bytes);
+}
+
+TEST_F(CudaRanks, ExchangesGiveEveryRankAllColumns) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    // The blocks of more ranks would not run at once on one GPU.
+    const uint64_t most = std::max(4, std::min(cuda_status().num_gpus, kMaxRanks));
+    const auto num_ranks = static_cast<int32_t>(2 + random() % (most - 1));
+    const std::vector<int32_t> gpus = gpus_for(num_ranks);
+    const bool shares_gpu = gpus.back() == gpus.front();
+    constexpr int32_t kMaxWidth = 40000;
+    const auto group = group_on(gpus, int64_t{kMaxWidth} * num_ranks * 4);
+    std::vector<std::unique_ptr<RankDevice>> devices;
+    for (const int32_t gpu : gpus) {
+      devices.push_back(std::make_unique<RankDevice>(gpu, shares_gpu));
+    }
+    struct Check {
+      std::vector<GatherColumnsParams> params;  // by rank
+      std::vector<std::byte> expected;
+    };
+    std::vector<Check> checks;
+    for (int32_t i = 0; i < 12; ++i) {
+      // Packets and segments, whole vectors and odd ones, fewer rows than there is room for.
+      const DType dtype = random() % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+      const int32_t unit = random() % 2 == 0 ? 64 : 1;
+      const int32_t widest = i % 3 == 0 ? kMaxWidth / unit : 600 / unit;
+      RankColumns columns = {.num_ranks = num_ranks};
+      for (int32_t rank = 0; rank < num_ranks; ++rank) {
+        const auto r = static_cast<size_t>(rank);
+        const auto width = static_cast<int32_t>(1 + random() % static_cast<uint64_t>(widest));
+        columns.first[r + 1] = columns.first[r] + width * unit;
+      }
+      const auto max_rows = static_cast<int32_t>(1 + random() % (i % 3 == 0 ? 70 : 9));
+      const auto num_rows = static_cast<int32_t>(random() % static_cast<uint64_t>(max_rows + 1));
+      const bool is_in_place = random() % 2 == 0;
+      const int64_t item = dtype_bytes(dtype);
+      const int64_t row_bytes = columns.total() * item;
+      std::vector<std::byte> whole(static_cast<size_t>(row_bytes * max_rows));
+      for (std::byte& byte : whole) byte = static_cast<std::byte>(random());
+      // Rows behind the last one stay as they are.
+      std::vector<std::byte> expected(whole.size(), std::byte{0xff});
+      std::copy_n(whole.begin(), row_bytes * num_rows, expected.begin());
+      Check check = {.params = {}, .expected = std::move(expected)};
+      for (int32_t rank = 0; rank < num_ranks; ++rank) {
+        const LinearRange own = columns.of(rank);
+        const int64_t own_bytes = own.count * item;
+        std::vector<std::byte> y(whole.size(), std::byte{0xff});
+        std::vector<std::byte> x(static_cast<size_t>(own_bytes * max_rows));
+        for (int64_t row = 0; row < num_rows; ++row) {
+          const auto from = whole.begin() + row * row_bytes + own.first * item;
+          std::copy_n(from, own_bytes,
+                      is_in_place ? y.begin() + row * row_bytes + own.first * item
+                                  : x.begin() + row * own_bytes);
+        }
+        RankDevice& device = *devices[static_cast<size_t>(rank)];
+        std::byte* const y_there = device.upload(y.data(), std::ssize(y));
+        const std::byte* const x_there = device.upload(x.data(), std::ssize(x));
+        const std::byte* const rows = device.upload(&num_rows, sizeof(num_rows));
+        check.params.push_back({.num_rows = reinterpret_cast<const int32_t*>(rows),
+                                .max_rows = max_rows,
+                                .x = is_in_place ? y_there + own.first * item : x_there,
+                                .x_stride = is_in_place ? columns.total() : own.count,
+                                .columns = columns,
+                                .y = y_there,
+                                .dtype = dtype,
+                                .ranks = {.group = group.get(), .rank = rank}});
+      }
+      checks.push_back(std::move(check));
+    }
+    // First without rows, since the driver may wait for the device when it loads a kernel.
+    for (const bool has_rows : {false, true}) {
+      for (const Check& check : checks) {
+        for (size_t rank = 0; rank < devices.size(); ++rank) {
+          GatherColumnsParams p = check.params[rank];
+          if (!has_rows) p.num_rows = devices[rank]->zero();
+          devices[rank]->gather(p);
+        }
+      }
+      for (const auto& device : devices) device->synchronize(*group);
+      ASSERT_EQ(group->failure(), "");
+    }
+    for (size_t i = 0; i < checks.size(); ++i) {
+      for (size_t rank = 0; rank < devices.size(); ++rank) {
+        std::vector<std::byte> got(checks[i].expected.size());
+        const auto* const y = static_cast<const std::byte*>(checks[i].params[rank].y);
+        devices[rank]->memory().download(got.data(), y, std::ssize(got));
+        ASSERT_TRUE(got == checks[i].expected) << "exchange " << i << " on rank " << rank;
+      }
+    }
+  }
+}
+
+TEST_F(CudaRanks, ARankThatDoesNotComeIsNamedAndAFailureEndsTheWait) {
+  const std::vector<int32_t> gpus = gpus_for(2);
+  const int32_t num_rows = 1;
+  for (const int32_t width : {64, 1 << 18}) {  // in packets and in segments
+    const auto group = group_on(gpus, int64_t{4} * width);
+    RankDevice device(gpus.front(), /*shares_gpu=*/true);
+    const RankShare share = {.rank = 0, .num_ranks = 2};
+    const std::vector<float> row(static_cast<size_t>(width));
+    device.gather({.num_rows = reinterpret_cast<const int32_t*>(device.upload(&num_rows, 4)),
+                   .max_rows = 1,
+                   .x = device.upload(row.data(), width * 2),
+                   .x_stride = width / 2,
+                   .columns = share.columns(width),
+                   .y = device.upload(row.data(), width * 4),
+                   .ranks = {.group = group.get(), .rank = 0}});
+    using Clock = std::chrono::steady_clock;
+    const auto begin = Clock::now();
+    while (group->awaited().empty() && Clock::now() - begin < std::chrono::seconds(20)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    EXPECT_EQ(group->awaited(), "rank 1 of 2");
+    group->fail(1, std::make_exception_ptr(DeviceError("a test")));
+    device.synchronize(*group);
+    EXPECT_EQ(group->failure(), "rank 1 of 2: a test");
+  }
+}
+
+TinyModel shape_of(std::mt19937_64& random) {
+  const Pick pick{random};
+  TinyModel shape = {
+      .hidden = pick(64, 512),
+      .num_qo_heads = 4,
+      .num_kv_heads = pick(1, 2, 4),
+      .head_dim = 64,
+      .intermediate = pick(96, 1024),
+      .max_position = 2048,
+      .windows = pick(0, 1) == 0 ? std::vector<int32_t>{0, 0} : std::vector<int32_t>{8, 0, 140},
+      .is_gemma = pick(true, false),
+      .has_bias = pick(true, false)};
+  switch (random() % 4) {
+    case 0:
+      make_gemma4(shape, random);
+      break;
+    case 1:
+      make_mixture(shape, random);
+      break;
+    case 2:
+      make_latent(shape, random);
+      break;
+    default:
+      break;
+  }
+  return shape;
+}
+
+ExecutorOptions options_of(int32_t num_ranks, int32_t k) {
+  ExecutorOptions options = testing::gpu_engine_options(k, 16, 64 << 20);
+  options.tensor_parallel_size = num_ranks;
+  options.hang_timeout_s = 30;
+  return options;
+}
+
+std::shared_ptr<const Model> on_gpus(const std::shared_ptr<const Model>& model, int32_t num_ranks,
+                                     GpuShare share) {
+  return split_over_gpus(model, gpus_for(num_ranks), share);
+}
+
+void expect_same(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
+    EXPECT_EQ(actual[i].reason, expected[i].reason) << "job " << i;
+    EXPECT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
+    EXPECT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
+        << "job " << i;
+  }
+}
+
+// The numbers of ranks that a test tries: on one GPU two are enough.
+std::vector<int32_t> rank_counts() {
+  return cuda_status().num_gpus >= 4 ? std::vector<int32_t>{2, 4} : std::vector<int32_t>{2};
+}
+
+TEST_F(CudaRanks, AnyNumberOfThemHasTheBitsOfOne) {
+  const uint64_t first_seed = seed_from_env(1);
+  const uint64_t num_cells = testing::test_level() >= 3 ? 100 : 24;
+  Tally tally;
+  for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const Pick pick{random};
+    const TinyModel shape = shape_of(random);
+    const auto model = [&](float noise, uint64_t noise_seed, Device device) {
+      return tiny_model(shape, seed, noise, noise_seed, DType::kBFloat16, device);
+    };
+    const double temperature = pick(0.0, 0.7, 1.0);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 7, 20), 64, temperature, 300, 80);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
+    mix_logprobs(jobs, random, 5);
+    ExecutorOptions options = options_of(1, 0);
+    options.max_logprobs = 5;
+    Executor plain(model(0, 0, Device::kCuda), nullptr, options);
+    const std::vector<Outcome> expected = run(plain, jobs);
+    const auto target = model(0, 0, Device::kCpu);
+    const auto draft = model(0.03f, seed + 2, Device::kCpu);
+    for (const int32_t num_ranks : rank_counts()) {
+      SCOPED_TRACE(std::to_string(num_ranks) + " ranks");
+      const int32_t k = pick(0, 1, 3, 7);
+      options = options_of(num_ranks, k);
+      options.max_logprobs = 5;
+      options.prefill_chunk_size = pick(0, 16, 64);
+      options.poison_freed_blocks = random() % 2 == 0;
+      options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                              DraftDriver::kEager, DraftDriver::kWhile);
+      Executor executor(on_gpus(target, num_ranks, GpuShare::kPart),
+                        k > 0 ? on_gpus(draft, num_ranks, GpuShare::kCopy) : nullptr, options);
+      const std::vector<Outcome> outcomes = run(executor, jobs);
+      expect_same(outcomes, expected);
+      EXPECT_EQ(executor.check_integrity(), "");
+      tally.add(executor, outcomes);
+    }
+  }
+  EXPECT_GT(tally.accepted, 100);
+  std::printf("%lld of %lld drafts accepted\n", static_cast<long long>(tally.accepted),
+              static_cast<long long>(tally.drafted));
+}
+
+TEST_F(CudaRanks, DraftHeadsAreWholeOnEveryRank) {
+  std::vector<testing::TinyDraftHead> heads = testing::all_heads(64, 20);
+  for (const auto& drafter : testing::all_block_drafters()) heads.push_back(drafter);
+  std::mt19937_64 random(9);
+  for (size_t which = 0; which < heads.size(); ++which) {
+    SCOPED_TRACE("head " + std::to_string(which));
+    const TinyModel shape = {.num_qo_heads = 4,
+                             .num_kv_heads = 4,
+                             .head_dim = 64,
+                             .max_position = 1024,
+                             .windows = {8, 0, 20},
+                             .is_gemma = which % 2 == 0};
+    const testing::RawModel raw =
+        testing::random_raw_model(testing::tiny_config_json(shape), which);
+    const testing::RawModel raw_head = testing::random_raw_head(heads[which], which + 1);
+    const std::vector<Job> jobs = random_jobs(random, 8, 64, which % 2 * 0.8, 100, 60);
+    Executor plain(raw.build(DType::kBFloat16, Device::kCuda), nullptr, options_of(1, 0));
+    const std::vector<Outcome> expected = run(plain, jobs);
+    const auto target = on_gpus(raw.build(DType::kBFloat16), 2, GpuShare::kPart);
+    const auto head = on_gpus(raw_head.build(DType::kBFloat16), 2, GpuShare::kCopy);
+    const auto start = [&] { return std::make_unique<Executor>(target, head, options_of(2, 4)); };
+    if (heads[which].kind == DrafterKind::kGemma4Mtp) {
+      EXPECT_THAT(message_of<Unsupported>([&] { static_cast<void>(start()); }),
+                  HasSubstr("reads the KV"));
+      continue;
+    }
+    const auto executor = start();
+    expect_same(run(*executor, jobs), expected);
+    EXPECT_EQ(executor->check_integrity(), "");
+  }
+}
+
+TEST_F(CudaRanks, WhatDoesNotFitTogetherIsRefused) {
+  const TinyModel shape = {.head_dim = 64, .max_position = 1024};
+  const auto on_cpu = tiny_model(shape, 1, 0, 0, DType::kBFloat16);
+  const auto on_gpu = tiny_model(shape, 1, 0, 0, DType::kBFloat16, Device::kCuda);
+  const auto refusal = [](const auto& body) { return message_of<Error>(body); };
+  EXPECT_THAT(
+      refusal([&] { Executor(on_gpu, nullptr, options_of(2, 0)); }),
+      AllOf(HasSubstr("tensor_parallel_size is 2"), HasSubstr("1 GPU"), HasSubstr("split_model")));
+  const std::vector<int32_t> twice = {0, 0};
+  EXPECT_THAT(refusal([&] { static_cast<void>(split_model(on_cpu, twice, GpuShare::kPart)); }),
+              HasSubstr("gpus has 0 twice"));
+  const std::vector<int32_t> missing = {0, 99};
+  EXPECT_THAT(refusal([&] { static_cast<void>(split_model(on_cpu, missing, GpuShare::kPart)); }),
+              HasSubstr("there is no GPU 99"));
+  EXPECT_THAT(refusal([&] { static_cast<void>(split_model(on_gpu, {}, GpuShare::kPart)); }),
+              HasSubstr("a model on the CPU"));
+  const auto split = on_gpus(on_cpu, 2, GpuShare::kPart);
+  EXPECT_THAT(refusal([&] { Executor(split, split, options_of(2, 2)); }),
+              HasSubstr("the drafter is the target"));
+  EXPECT_THAT(refusal([&] { Executor(split, on_gpu, options_of(2, 2)); }),
+              HasSubstr("was loaded to 1 GPU"));
+  EXPECT_THAT(refusal([&] { Executor(split, nullptr, options_of(1, 0)); }),
+              HasSubstr("was loaded to 2 GPUs"));
+}
+
+}  // namespace
+}  // namespace paceline
