@@ -23,6 +23,7 @@
 #include "executor/option_checks.h"
 #include "model/description/kv_shapes.h"
 #include "model/weights/rank_model.h"
+#include "model/weights/split_model.h"
 #include "ops/gather.h"
 #include "runner/cpu_runner.h"
 #include "runner/ranked_runner.h"
@@ -164,6 +165,34 @@ TEST(Ranks, SpeculativeEqualsPlainOnOneRank) {
                         random, seed, tally);
   }
   tally.expect_all(5);
+}
+
+// As on GPUs, where each rank has its rows in memory of its own.
+TEST(Ranks, WeightsOfTheirOwnHaveTheBitsOfOneRank) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const Pick pick{random};
+    const TinyModel shape = shared_shape(random);
+    const auto target = tiny_model(shape, seed);
+    const auto draft = tiny_model(shape, seed, 0.05f, seed + 2);
+    const std::vector<Job> jobs = random_jobs(random, 7, 64, pick(0.0, 0.8));
+    Executor plain(target, nullptr, options_of(1, 0));
+    const std::vector<Outcome> expected = run(plain, jobs);
+    for (int32_t num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+      SCOPED_TRACE(std::to_string(num_ranks) + " ranks");
+      const std::vector<RankMemory> memories(static_cast<size_t>(num_ranks),
+                                             {.memory = &host_memory()});
+      const auto split = [&](const Model& model, GpuShare share) {
+        return split_over(model, Device::kCpu, memories, share);
+      };
+      Executor executor(split(*target, GpuShare::kPart), split(*draft, GpuShare::kCopy),
+                        options_of(num_ranks, 3));
+      expect_same(run(executor, jobs), expected);
+      EXPECT_EQ(executor.check_integrity(), "");
+    }
+  }
 }
 
 TEST(Ranks, DraftHeadsAreWholeOnEveryRank) {

@@ -283,7 +283,7 @@ ExecutorOptions options_of(int32_t num_ranks, int32_t k) {
 
 std::shared_ptr<const Model> on_gpus(const std::shared_ptr<const Model>& model, int32_t num_ranks,
                                      GpuShare share) {
-  return split_over_gpus(model, gpus_for(num_ranks), share);
+  return split_over_gpus(*model, gpus_for(num_ranks), share);
 }
 
 void expect_same(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {

@@ -139,28 +139,30 @@ class SizeChooser {
 
 DefaultSizes choose_sizes(const ExecutorOptions& given, const Model& target, const Model* draft,
                           std::optional<int64_t> free_bytes) {
-  if (!target.ranks.empty()) {
-    // Each GPU has a pool and a workspace of its own, which have the same sizes.
-    std::optional<int64_t> least = free_bytes;
-    for (const auto& rank : target.ranks) {
-      if (free_bytes) break;
-      const int64_t free = cuda_free_bytes(rank->gpu);
-      least = least ? std::min(*least, free) : free;
-    }
-    const bool has_ranks = draft != nullptr && !draft->ranks.empty();
-    const Model* const of_rank = has_ranks ? draft->ranks.front().get() : draft;
-    return SizeChooser(given, *target.ranks.front(), of_rank, least).choose();
-  }
-  if (given.tensor_parallel_size <= 1) {
+  const int32_t num_ranks = given.tensor_parallel_size;
+  if (target.ranks.empty() && num_ranks <= 1) {
     return SizeChooser(given, target, draft, free_bytes).choose();
   }
-  // The same for ranks on the CPU, which share its memory.
-  check_ranks(target, given.tensor_parallel_size);
-  const RankShare first = {.rank = 0, .num_ranks = given.tensor_parallel_size};
-  const std::optional<int64_t> free = free_bytes ? free_bytes : host_bytes().room();
-  const std::optional<int64_t> of_rank =
-      free ? std::optional(*free / given.tensor_parallel_size) : std::nullopt;
-  return SizeChooser(given, *rank_model(target, first), draft, of_rank).choose();
+  // Each rank has a pool and a workspace of its own, which have the same sizes. GPUs have memory of
+  // their own, and ranks on the CPU share that of the host.
+  std::optional<int64_t> free = free_bytes;
+  if (!free && target.device == Device::kCuda) {
+    for (const auto& rank : target.ranks) {
+      const int64_t of_gpu = cuda_free_bytes(rank->gpu);
+      free = free ? std::min(*free, of_gpu) : of_gpu;
+    }
+  } else {
+    if (!free) free = host_bytes().room();
+    if (free) free = *free / num_ranks;
+  }
+  const bool has_ranks = draft != nullptr && !draft->ranks.empty();
+  const Model* const own_draft = has_ranks ? draft->ranks.front().get() : draft;
+  if (!target.ranks.empty()) {
+    return SizeChooser(given, *target.ranks.front(), own_draft, free).choose();
+  }
+  check_ranks(target, num_ranks);
+  const RankShare first = {.rank = 0, .num_ranks = num_ranks};
+  return SizeChooser(given, *rank_model(target, first), own_draft, free).choose();
 }
 
 }  // namespace paceline

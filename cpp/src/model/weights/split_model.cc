@@ -49,13 +49,18 @@ struct WholeWeights {
   void add(const void* data) { others.push_back(static_cast<const std::byte*>(data)); }
 };
 
-// The elements of a tensor in host memory, as the arena holds them: matrices of contiguous rows.
+// The elements of a tensor in host memory, as the arena holds them: matrices, each of pieces that
+// follow each other in the arena.
 struct TensorSource {
-  const std::byte* from = nullptr;
-  int64_t matrix_bytes = 0;   // that are copied
-  int64_t num_matrices = 1;   // 0: the whole tensor, however long it is; null without it
-  int64_t stride = 0;         // bytes from one matrix to the next
-  std::vector<float> scales;  // of fp8; then the rest means nothing
+  struct Piece {
+    const std::byte* from;  // in the first matrix
+    int64_t bytes;
+  };
+  std::vector<Piece> pieces;
+  int64_t num_matrices = 1;
+  int64_t stride = 0;                // bytes from one matrix to the next
+  const std::byte* whole = nullptr;  // without pieces: the whole tensor; null: there is none
+  std::vector<float> scales;         // of fp8; then the rest means nothing
 };
 
 // Lays out what a rank has of a model. The visitor of the rank's weights, which point to the whole
@@ -63,8 +68,8 @@ struct TensorSource {
 class RankCarver {
  public:
   // Without a base, only bytes() has a meaning afterwards.
-  RankCarver(const WholeWeights& whole, DType dtype, std::byte* base)
-      : whole_(whole), carver_(dtype, Device::kCuda, base) {}
+  RankCarver(const WholeWeights& whole, DType dtype, Device device, std::byte* base)
+      : whole_(whole), carver_(dtype, device, base) {}
 
   void linear(Linear& own, const LinearShape& shape) {
     const Linear& whole = *whole_.linears[next_linear_++];
@@ -72,8 +77,7 @@ class RankCarver {
     own.inputs = view.inputs;
     own.outputs = view.outputs;
     const Rows rows = rows_of_rank(whole.weight, view.weight, view.rows);
-    const LinearShape part = shape_of(shape, rows);
-    carver_.linear(own, part);
+    carver_.linear(own, shape_of(shape, rows));
     own.num_groups = view.num_groups;
     copy_facts(whole.weight, own.weight);
     biases_[&own.bias] = {.rows = rows, .stride = 0};
@@ -81,7 +85,8 @@ class RankCarver {
       lm_head_first_ = rows.empty() ? 0 : rows.front().first;
       return;
     }
-    add_tensors(part, shape, own.weight, [&](const auto& add) { add(whole.weight, 1, 0, 0, 0); });
+    add_tensors(shape.parts, rows, own.weight,
+                [&](const auto& add) { add(whole.weight, 1, 0, 0, 0); });
   }
 
   void experts(ExpertLinears& own, const LinearShape& shape) {
@@ -91,12 +96,11 @@ class RankCarver {
     own.outputs = view.outputs;
     const WeightMatrix& first = whole.weight.first;
     const Rows rows = rows_of_rank(first, view.weight.first, view.rows);
-    const LinearShape part = shape_of(shape, rows);
-    carver_.experts(own, part);
+    carver_.experts(own, shape_of(shape, rows));
     copy_facts(first, own.weight.first);
     biases_[&own.bias] = {.rows = rows, .stride = first.n};
     const int32_t num_experts = whole.weight.num_experts;
-    add_tensors(part, shape, own.weight.first, [&](const auto& add) {
+    add_tensors(shape.parts, rows, own.weight.first, [&](const auto& add) {
       if (!shape.is_per_expert) {
         return add(first, num_experts, whole.weight.data_stride, whole.weight.scales_stride,
                    first.zeros_bytes());
@@ -112,18 +116,10 @@ class RankCarver {
       return whole_copy(own, [&](const float*& to) { carver_.vector(to, kind, parts); });
     }
     const std::byte* const from = whole_.others[next_other_++];
-    const std::vector<WeightPart> own_parts = parts_of(parts, bias->second.rows);
-    carver_.vector(own, kind, own_parts);
-    int64_t begin = 0;  // of the part in the whole matrix
-    for (size_t i = 0; i < parts.size(); ++i) {
-      constexpr int64_t kBytes = sizeof(float);
-      sources_.push_back({.from = from + (begin + own_parts[i].first_row) * kBytes,
-                          .matrix_bytes = own_parts[i].rows * kBytes,
-                          .num_matrices = std::max(parts[i].num_experts, 1),
-                          .stride = bias->second.stride * kBytes,
-                          .scales = {}});
-      begin += parts[i].rows;
-    }
+    carver_.vector(own, kind, parts_of(parts, bias->second.rows));
+    constexpr int64_t kBytes = sizeof(float);
+    add_rows(parts, bias->second.rows, from, kBytes, std::max(parts.front().num_experts, 1),
+             bias->second.stride * kBytes);
   }
   void table(const std::byte*& own, const WeightPart& part, int64_t cols) {
     whole_copy(own, [&](const std::byte*& to) { carver_.table(to, part, cols); });
@@ -171,26 +167,41 @@ class RankCarver {
     return shifted;
   }
 
-  // What the rank has of each part, which is no more than one range of rows.
-  [[nodiscard]] static std::vector<WeightPart> parts_of(const std::vector<WeightPart>& parts,
-                                                        const Rows& rows) {
-    std::vector<WeightPart> own = parts;
+  // Calls f(part, ranges) with the rows that the rank has of each part, which count from the part's
+  // first one.
+  template <class Function>
+  static void for_parts(const std::vector<WeightPart>& parts, const Rows& rows, const Function& f) {
     int64_t begin = 0;
-    for (WeightPart& part : own) {
+    for (const WeightPart& part : parts) {
       const int64_t end = begin + part.rows;
-      part.rows = 0;
+      Rows own;
       for (const LinearRange& range : rows) {
         const int64_t from = std::max<int64_t>(begin, range.first);
         const int64_t to = std::min<int64_t>(end, range.first + range.count);
         if (from >= to) continue;
-        PACELINE_CHECK(part.rows == 0 || from - begin == part.first_row + part.rows,
-                       "a rank has rows of ", part.name, " in several places");
-        if (part.rows == 0) part.first_row = from - begin;
-        part.rows += to - from;
+        if (!own.empty() && own.back().first + own.back().count == from - begin) {
+          own.back().count += static_cast<int32_t>(to - from);
+        } else {
+          own.push_back({.first = static_cast<int32_t>(from - begin),
+                         .count = static_cast<int32_t>(to - from)});
+        }
       }
+      f(part, own);
       begin = end;
     }
-    return own;
+  }
+
+  // The parts of the rank's matrix.
+  [[nodiscard]] static std::vector<WeightPart> parts_of(const std::vector<WeightPart>& parts,
+                                                        const Rows& rows) {
+    std::vector<WeightPart> all;
+    for_parts(parts, rows, [&](const WeightPart& part, const Rows& ranges) {
+      WeightPart& own = all.emplace_back(part);
+      own.rows = 0;
+      for (const LinearRange& range : ranges) own.rows += range.count;
+      own.first_row = ranges.empty() ? 0 : ranges.front().first;
+    });
+    return all;
   }
   [[nodiscard]] static LinearShape shape_of(const LinearShape& whole, const Rows& rows) {
     LinearShape shape = whole;
@@ -204,54 +215,59 @@ class RankCarver {
     own.has_exact_scales = whole.has_exact_scales;
   }
 
+  // Adds a source for each part: what the rank has of rows of `row_bytes` bytes at `data`.
+  void add_rows(const std::vector<WeightPart>& parts, const Rows& rows, const std::byte* data,
+                int64_t row_bytes, int64_t num_matrices, int64_t stride) {
+    int64_t begin = 0;
+    for_parts(parts, rows, [&](const WeightPart& part, const Rows& ranges) {
+      TensorSource& source = sources_.emplace_back();
+      source.num_matrices = num_matrices;
+      source.stride = stride;
+      for (const LinearRange& range : ranges) {
+        source.pieces.push_back(
+            {.from = data + (begin + range.first) * row_bytes, .bytes = range.count * row_bytes});
+      }
+      begin += part.rows;
+    });
+  }
+
   // Adds the sources of a matrix in the order in which Carver adds its tensors.
   // for_matrices(add) calls add(matrix, number of matrices, bytes from one to the next of elements,
   // scales and zero points) for every matrix that has tensors of its own.
   template <class ForMatrices>
-  void add_tensors(const LinearShape& own, const LinearShape& whole, const WeightMatrix& own_matrix,
+  void add_tensors(const std::vector<WeightPart>& parts, const Rows& rows, const WeightMatrix& own,
                    const ForMatrices& for_matrices) {
-    const auto for_parts = [&](const auto& add) {
-      int64_t begin = 0;
-      for (size_t i = 0; i < own.parts.size(); ++i) {
-        add(begin + own.parts[i].first_row, own.parts[i].rows);
-        begin += whole.parts[i].rows;
-      }
-    };
-    const auto add_rows = [&](const std::byte* data, int64_t row_bytes, int64_t num_matrices,
-                              int64_t stride) {
-      for_parts([&](int64_t first, int64_t count) {
-        sources_.push_back({.from = data + first * row_bytes,
-                            .matrix_bytes = count * row_bytes,
-                            .num_matrices = num_matrices,
-                            .stride = stride,
-                            .scales = {}});
-      });
-    };
     for_matrices([&](const WeightMatrix& w, int64_t count, int64_t stride, int64_t, int64_t) {
-      add_rows(w.data, w.row_bytes(), count, stride);
+      add_rows(parts, rows, w.data, w.row_bytes(), count, stride);
     });
-    if (own_matrix.format == WeightFormat::kFp8) {
+    if (own.format == WeightFormat::kFp8) {
       for_matrices([&](const WeightMatrix& w, int64_t count, int64_t, int64_t, int64_t) {
         PACELINE_CHECK(count == 1, "fp8 scales of several experts in one tensor");
-        for_parts([&](int64_t first, int64_t rows) {
-          sources_.push_back({.scales = fp8_scales(w, first, rows, own_matrix.scale_rows)});
+        int64_t begin = 0;
+        for_parts(parts, rows, [&](const WeightPart& part, const Rows& ranges) {
+          PACELINE_CHECK(ranges.size() <= 1, "a rank has rows of ", part.name,
+                         " in several places");
+          TensorSource& source = sources_.emplace_back();
+          for (const LinearRange& range : ranges) {
+            source.scales = fp8_scales(w, begin + range.first, range.count, own.scale_rows);
+          }
+          begin += part.rows;
         });
       });
-    } else if (own_matrix.format != WeightFormat::kPlain) {
+    } else if (own.format != WeightFormat::kPlain) {
       for_matrices([&](const WeightMatrix& w, int64_t count, int64_t, int64_t stride, int64_t) {
-        add_rows(w.scales, w.scales_bytes() / w.n, count, stride);
+        add_rows(parts, rows, w.scales, w.scales_bytes() / w.n, count, stride);
       });
     }
-    if (own_matrix.has_zeros) {
+    if (own.has_zeros) {
       for_matrices([&](const WeightMatrix& w, int64_t count, int64_t, int64_t, int64_t stride) {
-        add_rows(reinterpret_cast<const std::byte*>(w.zeros), w.num_scale_cols(), count, stride);
+        add_rows(parts, rows, reinterpret_cast<const std::byte*>(w.zeros), w.num_scale_cols(),
+                 count, stride);
       });
     }
-    if (own_matrix.has_order) {
-      for_matrices([&](const WeightMatrix& w, int64_t count, int64_t, int64_t, int64_t) {
-        sources_.push_back({.from = reinterpret_cast<const std::byte*>(w.order),
-                            .matrix_bytes = count * w.order_bytes(),
-                            .scales = {}});
+    if (own.has_order) {
+      for_matrices([&](const WeightMatrix& w, int64_t, int64_t, int64_t, int64_t) {
+        sources_.emplace_back().whole = reinterpret_cast<const std::byte*>(w.order);
       });
     }
   }
@@ -276,7 +292,7 @@ class RankCarver {
     const int64_t skipped = own - reinterpret_cast<const T*>(from);
     carve(own);
     own = from != nullptr && own != nullptr ? own + skipped : nullptr;
-    sources_.push_back({.from = from, .num_matrices = 0, .scales = {}});
+    sources_.emplace_back().whole = from;
   }
 
   static void copy_tensor(const CpuContext& ctx, const NamedWeight& named,
@@ -288,25 +304,37 @@ class RankCarver {
                            static_cast<int64_t>(source.scales.size() * sizeof(float)));
     }
     const int64_t item_bytes = dtype_bytes(named.dtype);
-    const bool is_whole = source.num_matrices == 0;
-    if (is_whole && source.from == nullptr) return;
-    const int64_t elements =
-        is_whole ? named.elements() : source.matrix_bytes / item_bytes;  // of a matrix
-    if (elements == 0) return;
-    if (named.dtype == DType::kInt32) {
-      return memory.upload(to, source.from, named.elements() * item_bytes);
+    const int64_t bytes = named.elements() * item_bytes;
+    if (bytes == 0) return;
+    std::vector<std::byte> joined;  // pieces in several places
+    const std::byte* from = source.whole;
+    int64_t stride = source.stride;
+    if (source.pieces.size() == 1) from = source.pieces.front().from;
+    if (source.pieces.size() > 1) {
+      joined.resize(static_cast<size_t>(bytes));
+      std::byte* out = joined.data();
+      for (int64_t i = 0; i < source.num_matrices; ++i) {
+        for (const TensorSource::Piece& piece : source.pieces) {
+          out = std::copy_n(piece.from + i * source.stride, piece.bytes, out);
+        }
+      }
+      from = joined.data();
+      stride = bytes / source.num_matrices;
     }
+    if (from == nullptr) return;  // an optional one that the model does not have
+    if (named.dtype == DType::kInt32) return memory.upload(to, from, bytes);
+    const int64_t elements = bytes / source.num_matrices / item_bytes;  // of a matrix
     const int64_t cols = named.packed               ? named.packed->row_bytes / item_bytes
                          : elements % kColumns == 0 ? kColumns
                                                     : elements;
     copy_weight(ctx,
-                {.matrix = {.data = source.from,
+                {.matrix = {.data = from,
                             .rows = elements / cols,
                             .cols = cols,
                             .row_stride = cols,
                             .col_stride = 1},
-                 .num_matrices = std::max<int64_t>(source.num_matrices, 1),
-                 .matrix_stride = source.stride / item_bytes},
+                 .num_matrices = source.num_matrices,
+                 .matrix_stride = stride / item_bytes},
                 named.dtype, named, arena);
   }
 
@@ -323,23 +351,22 @@ class RankCarver {
 };
 
 // `view`: the rank's configuration, and weights that point to those of the whole model.
-[[nodiscard]] std::shared_ptr<const Model> copy_to_gpu(const Model& whole, const Model& view,
-                                                       int32_t gpu, const CpuContext& ctx) {
+[[nodiscard]] std::shared_ptr<Model> copy_rank(const Model& whole, const Model& view, Device device,
+                                               DeviceMemory& memory, const CpuContext& ctx) {
   auto model = std::make_shared<Model>();
   model->config = view.config;
-  model->device = Device::kCuda;
-  model->gpu = gpu;
+  model->device = device;
   model->default_draft_tokens = whole.default_draft_tokens;
   const WholeWeights from(whole);
   const auto carve = [&](RankCarver& carver) {
     static_cast<WeightPointers&>(model->weights) = view.weights;
     visit_weights(whole.config, model->weights, carver);
   };
-  RankCarver counting(from, whole.weights.dtype, /*base=*/nullptr);
+  RankCarver counting(from, whole.weights.dtype, device, /*base=*/nullptr);
   carve(counting);
   DeviceBuffer& arena = model->weights.arena;
-  arena = DeviceBuffer(cuda_memory(gpu), counting.bytes(), "the weights of " + whole.config.name);
-  RankCarver carving(from, whole.weights.dtype, arena.data());
+  arena = DeviceBuffer(memory, counting.bytes(), "the weights of " + whole.config.name);
+  RankCarver carving(from, whole.weights.dtype, device, arena.data());
   carve(carving);
   PACELINE_CHECK(carving.bytes() == counting.bytes());
   if (whole.config.ties_lm_head) {
@@ -347,7 +374,7 @@ class RankCarver {
     lm_head.data = model->weights.embed + carving.lm_head_first() * lm_head.row_bytes();
   }
   carving.copy(ctx, arena);
-  arena.memory().finish();
+  memory.finish();
   return model;
 }
 
@@ -367,32 +394,37 @@ void check_gpus(std::span<const int32_t> gpus) {
 
 }  // namespace
 
-std::shared_ptr<const Model> split_over_gpus(const std::shared_ptr<const Model>& whole,
-                                             std::span<const int32_t> gpus, GpuShare share) {
-  const auto num_ranks = static_cast<int32_t>(gpus.size());
-  connect_gpus(gpus);
+std::shared_ptr<const Model> split_over(const Model& whole, Device device,
+                                        std::span<const RankMemory> memories, GpuShare share) {
+  const auto num_ranks = static_cast<int32_t>(memories.size());
   auto model = std::make_shared<Model>();
-  model->config = whole->config;
-  model->device = Device::kCuda;
-  model->default_draft_tokens = whole->default_draft_tokens;
+  model->config = whole.config;
+  model->device = device;
+  model->default_draft_tokens = whole.default_draft_tokens;
   // For shapes; without memory.
-  Carver carver(whole->weights.dtype, Device::kCpu, /*base=*/nullptr);
-  model->weights.dtype = whole->weights.dtype;
+  Carver carver(whole.weights.dtype, Device::kCpu, /*base=*/nullptr);
+  model->weights.dtype = whole.weights.dtype;
   lay_out(model->config, carver, model->weights);
-  check_on_gpu(model->config, model->weights);
-  if (share == GpuShare::kPart) check_ranks(*whole, num_ranks);
-  model->ranks.resize(gpus.size());
-  std::vector<std::exception_ptr> failures(gpus.size());
+  if (device == Device::kCuda) check_on_gpu(model->config, model->weights);
+  if (share == GpuShare::kPart) check_ranks(whole, num_ranks);
+  model->ranks.resize(memories.size());
+  std::vector<std::exception_ptr> failures(memories.size());
   const auto copy = [&](int32_t rank) {
     const auto i = static_cast<size_t>(rank);
     try {
       const int32_t num_threads = std::max(build_info().num_cores / num_ranks, 1);
       ThreadPool threads(num_threads);
       const CpuContext ctx = {.num_threads = num_threads, .threads = &threads};
-      const bool is_part = share == GpuShare::kPart && num_ranks > 1;
-      const std::shared_ptr<const Model> view =
-          is_part ? rank_model(*whole, {.rank = rank, .num_ranks = num_ranks}) : whole;
-      model->ranks[i] = copy_to_gpu(*whole, *view, gpus[i], ctx);
+      const auto copy_of = [&](const Model& view) {
+        const auto own = copy_rank(whole, view, device, *memories[i].memory, ctx);
+        own->gpu = memories[i].gpu;
+        model->ranks[i] = own;
+      };
+      if (share == GpuShare::kPart && num_ranks > 1) {
+        copy_of(*rank_model(whole, {.rank = rank, .num_ranks = num_ranks}));
+      } else {
+        copy_of(whole);
+      }
     } catch (...) {
       failures[i] = std::current_exception();
     }
@@ -409,6 +441,14 @@ std::shared_ptr<const Model> split_over_gpus(const std::shared_ptr<const Model>&
   return model;
 }
 
+std::shared_ptr<const Model> split_over_gpus(const Model& whole, std::span<const int32_t> gpus,
+                                             GpuShare share) {
+  connect_gpus(gpus);
+  std::vector<RankMemory> memories;
+  for (const int32_t gpu : gpus) memories.push_back({.memory = &cuda_memory(gpu), .gpu = gpu});
+  return split_over(whole, Device::kCuda, memories, share);
+}
+
 std::shared_ptr<const Model> split_model(const std::shared_ptr<const Model>& model,
                                          std::span<const int32_t> gpus, GpuShare share) {
   return at_boundary([&] {
@@ -418,7 +458,7 @@ std::shared_ptr<const Model> split_model(const std::shared_ptr<const Model>& mod
                                    device_name(model->device), "; allowed: a model on the CPU"));
     }
     check_gpus(gpus);
-    return split_over_gpus(model, gpus, share);
+    return split_over_gpus(*model, gpus, share);
   });
 }
 
