@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from paceline import _core, engine_log
+from paceline.capture import DEFAULT_MAX_BYTES, ON, Capture
 from paceline.chat_template import ChatTemplates
 from paceline.checks import shorten
 from paceline.config import EngineConfig
@@ -126,6 +128,7 @@ class RunningEngine:
             max_logprobs=config.max_logprobs,
             num_speculative_tokens=self._num_speculative_tokens or 0,
             seed=config.seed,
+            drafter=None if speculative is None else speculative.method,
         )
 
     # ---- reports -------------------------------------------------------------------------------
@@ -224,6 +227,45 @@ class RunningEngine:
         stats = self._dispatcher.call(lambda executor: executor.stats())
         return metrics(stats, is_speculative=self._num_speculative_tokens is not None)
 
+    def start_capture(
+        self, folder: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> Capture:
+        """Writes prompts, outputs and accepted drafts of the requests that begin from now on.
+
+        They are token ids, from which a drafter can be trained on served traffic (docs/capture.md).
+        The log says that it is on. Requests do not wait for the disk, and an error there ends the
+        capture alone.
+
+        Args:
+            folder: Where the shards are written. It is created if its parent exists.
+            max_bytes: Bytes that all shards in the folder have at most, from 1 MiB on; the capture
+                ends before it would exceed them.
+
+        Returns:
+            The capture, which counts what it has written (`stats`). `close` ends it, as does the
+            LLM's.
+
+        Raises:
+            ValueError: An argument is not allowed, a capture is on, another process captures in the
+                folder, it is full or cannot be written, or its disk is full.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+        """
+        self._dispatcher.check_running()
+        before = self._requests.capture
+        if before is not None and before.stats()["state"] == ON:
+            raise ValueError(
+                f"a capture to {before.folder} is on; allowed: one at a time. Close that one first"
+            )
+        capture = Capture(folder, max_bytes=max_bytes)
+        capture.describe(model=str(self.target.path))
+        self._requests.capture = capture
+        _logger.warning(
+            "prompts and outputs of all requests are captured in %s, in up to %d bytes",
+            capture.folder,
+            max_bytes,
+        )
+        return capture
+
     def reset_prefix_cache(self) -> bool:
         """Forgets the KV of requests that have ended, so that no prompt takes it over.
 
@@ -267,6 +309,8 @@ class RunningEngine:
         """
         self._requests.grammars.close()
         self._dispatcher.close()
+        if self._requests.capture is not None:
+            self._requests.capture.close()
 
     def __del__(self) -> None:
         # Not weakref.finalize: a Ctrl-C at its start would leave the engine in its registry.
