@@ -17,13 +17,17 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from paceline.checks import check_int, check_path
-from paceline.loader.safetensors_writer import NewTensor, write_safetensors
+from paceline.loader.safetensors_writer import NewTensor, float_bytes, write_safetensors
 from paceline.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _logger = logging.getLogger("paceline")
 
@@ -69,6 +73,40 @@ class Step(NamedTuple):
     num_accepted: int
 
 
+class HiddenLayers(NamedTuple):
+    """Hidden states that a capture has too.
+
+    Attributes:
+        layers: As `LLM.hidden_states` numbers them.
+        hidden_size: Elements of one.
+        dtype: "F32" or "BF16".
+        compute: Returns those of token ids, `[layers, n, hidden_size]`.
+    """
+
+    layers: list[int]
+    hidden_size: int
+    dtype: str
+    compute: Callable[[Sequence[int]], npt.NDArray[np.float32]]
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one token."""
+        return len(self.layers) * self.hidden_size * (_ITEM if self.dtype == "F32" else _ITEM // 2)
+
+    def tensors(self, records: Sequence[_Record]) -> list[NewTensor]:
+        """Computes those of all outputs, each after its prompt."""
+        texts = [record.prompt + one.token_ids for record in records for one in record.outputs]
+        lengths = [len(text) // _ITEM for text in texts]
+        states = [
+            float_bytes(self.compute(_ids(text)).transpose(1, 0, 2), self.dtype) for text in texts
+        ]
+        shape = (sum(lengths), len(self.layers), self.hidden_size)
+        return [
+            NewTensor("hidden_states", self.dtype, shape, lambda: states),
+            _offsets("hidden_offsets", lengths),
+        ]
+
+
 class _Output(NamedTuple):
     """An output as it is written: bytes of little-endian int32."""
 
@@ -87,12 +125,19 @@ class _Record(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How much longer it makes a shard, without the header."""
+        """How much longer it makes a shard, without the header and hidden states."""
         of_outputs = sum(
             len(one.token_ids) + sum(map(len, one.steps)) + 2 * _OFFSET + 2 * _ITEM
             for one in self.outputs
         )
         return len(self.prompt) + _OFFSET + 2 * _ITEM + of_outputs
+
+    def hidden_bytes(self, hidden: HiddenLayers) -> int:
+        """How much longer its hidden states make it."""
+        return sum(
+            (len(self.prompt) + len(one.token_ids)) // _ITEM * hidden.token_bytes + _OFFSET
+            for one in self.outputs
+        )
 
 
 class Capture:
@@ -106,6 +151,7 @@ class Capture:
         folder: str | os.PathLike[str],
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        hidden: HiddenLayers | None = None,
         shard_bytes: int = _SHARD_BYTES,
         max_age_s: float = _MAX_AGE_S,
     ) -> None:
@@ -115,6 +161,7 @@ class Capture:
             folder: The folder. It is created if its parent exists. Shards that it has stay there
                 and count towards `max_bytes`.
             max_bytes: Bytes that all shards in the folder have at most, from 1 MiB on.
+            hidden: The hidden states to write too; None = none.
             shard_bytes: Bytes of requests after which a shard is written.
             max_age_s: Seconds after which a request that has ended is written in any case.
 
@@ -126,7 +173,10 @@ class Capture:
         self.max_bytes = check_int("max_bytes", max_bytes, MIN_MAX_BYTES, MAX_MAX_BYTES)
         self._shard_bytes = shard_bytes
         self._max_age_s = max_age_s
+        self._hidden = hidden
         self._metadata: dict[str, str] = {}
+        if hidden is not None:
+            self._metadata["hidden_layers"] = ",".join(map(str, hidden.layers))
         self._pid = os.getpid()
         try:
             self._lock = _locked(self.folder)
@@ -223,6 +273,8 @@ class Capture:
             return
         record = _Record(_int32(output.prompt_token_ids), temperature, drafter or "", outputs)
         size = record.num_bytes
+        if self._hidden is not None:
+            size += record.hidden_bytes(self._hidden)
         with self._changed:
             if self._state != ON or self._is_closing:
                 self._num_dropped += 1
@@ -353,10 +405,13 @@ class Capture:
         shard = self.folder / f"capture-{self._next_shard:06}.safetensors"
         part = shard.with_name(f".{shard.name}.part")
         drafters = sorted({record.drafter for record in records})
+        tensors = _tensors(records, drafters)
+        if self._hidden is not None:
+            tensors += self._hidden.tensors(records)
         try:
             write_safetensors(
                 part,
-                _tensors(records, drafters),
+                tensors,
                 {
                     "format": FORMAT,
                     "version": VERSION,
@@ -412,6 +467,10 @@ def _offsets(name: str, lengths: Iterable[int]) -> NewTensor:
     ends."""
     values = array.array("q", [0, *itertools.accumulate(lengths)])
     return NewTensor(name, "I64", (len(values),), lambda: [values.tobytes()])
+
+
+def _ids(data: bytes) -> list[int]:
+    return array.array("i", data).tolist()
 
 
 def _int32(values: Iterable[int]) -> bytes:

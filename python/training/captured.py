@@ -15,6 +15,11 @@ from texts import Texts
 from torch import Tensor
 
 FORMAT, VERSION = "paceline.capture", "1"
+# Those that are read; a capture may have hidden states too.
+_TENSORS = (
+    *("prompt_ids", "prompt_offsets", "output_ids", "output_offsets", "output_requests"),
+    *("step_drafted", "step_accepted"),
+)
 
 
 class CaptureError(RuntimeError):
@@ -54,7 +59,7 @@ class Capture:
                 if (facts.get("format"), facts.get("version")) != (FORMAT, VERSION):
                     raise CaptureError(f"{path} is no shard of {FORMAT}, version {VERSION}")
                 models.add(facts["model"])
-                tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+                tensors = {name: shard.get_tensor(name) for name in _TENSORS}
             for ids in (tensors["prompt_ids"], tensors["output_ids"]):
                 if len(ids) and int(ids.max()) >= vocab_size:
                     raise CaptureError(

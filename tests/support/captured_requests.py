@@ -46,7 +46,7 @@ def requests_of(folder: Path) -> list[CapturedRequest]:
 
 def read_shard(path: Path) -> list[CapturedRequest]:
     """The requests of a shard; checks that its tensors fit each other."""
-    with safe_open(path, framework="np") as shard:
+    with safe_open(path, framework="pt") as shard:
         facts = shard.metadata()
         tensors: dict[str, Any] = {name: shard.get_tensor(name).tolist() for name in shard.keys()}  # noqa: SIM118
     assert (facts["format"], facts["version"]) == ("paceline.capture", "1")

@@ -87,6 +87,7 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
             # What is wrong with the folder then costs no loading.
             Capture(args.capture, max_bytes=args.capture_max_bytes).close()
         from paceline.async_llm import AsyncLLM
+        from paceline.prompt_values import check_layers
 
         if args.replicas == 1:
             allm = AsyncLLM(**arguments)
@@ -98,7 +99,13 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
             )
         try:
             if args.capture is not None:
-                allm.llm.start_capture(args.capture, max_bytes=args.capture_max_bytes)
+                layers = args.capture_hidden_layers
+                if layers is not None:
+                    num_layers = len(allm.llm.target.config["layers"])
+                    check_layers(layers, num_layers, "--capture-hidden-layers")
+                allm.llm.start_capture(
+                    args.capture, max_bytes=args.capture_max_bytes, hidden_layers=layers
+                )
             _serve(args, allm, opened, log)
         finally:
             allm.close()
@@ -136,6 +143,13 @@ def check_options(args: argparse.Namespace) -> None:
     check_int("--max-body-bytes", args.max_body_bytes, 1024, MAX_INT)
     if args.capture is not None:
         check_path("--capture", args.capture, "a folder")
+        if args.capture_hidden_layers is not None and args.replicas != 1:
+            raise ValueError(
+                f"--capture-hidden-layers is given with --replicas {args.replicas}; allowed: "
+                "hidden states of one engine, in the server's process"
+            )
+    elif args.capture_hidden_layers is not None:
+        raise ValueError("--capture-hidden-layers is given without --capture; allowed: both")
     check_int("--capture-max-bytes", args.capture_max_bytes, MIN_MAX_BYTES, MAX_MAX_BYTES)
     for name, least in (("read_timeout", 0.001), ("drain_timeout", 0.0)):
         option, value = "--" + name.replace("_", "-"), getattr(args, name)
