@@ -9,7 +9,6 @@ import logging
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -405,14 +404,16 @@ def test_a_process_that_is_killed_leaves_whole_shards(tmp_path: Path) -> None:
         with subprocess.Popen(
             [sys.executable, "-c", script, folder], cwd=Path(__file__).parent
         ) as process:
-            deadline = time.monotonic() + HANG_LIMIT_S
-            while len(shards(folder)) < before + 3:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.001)
-            if turn == 0:
-                with pytest.raises(ValueError, match="is that of another engine"):
-                    Capture(folder)
-            process.send_signal(signal.SIGKILL)
+            try:
+                deadline = time.monotonic() + HANG_LIMIT_S
+                while len(shards(folder)) < before + 3:
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.001)
+                if turn == 0:
+                    with pytest.raises(ValueError, match="is that of another engine"):
+                        Capture(folder)
+            finally:
+                process.kill()
         rng = random.Random(7)  # each process begins again
         for shard in shards(folder)[before:]:
             for request in read_shard(shard):
