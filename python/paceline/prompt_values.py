@@ -73,6 +73,8 @@ def patient_hidden_states(
         try:
             states = score_prompt(dispatcher, token_ids, hidden_layers=layers).hidden_states
             break
+        except NotImplementedError:
+            raise
         except RuntimeError:
             dispatcher.check_running()
             if not rest:

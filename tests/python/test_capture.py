@@ -23,8 +23,10 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors import safe_open
 
+import deepseek_v4_models
 from async_tasks import idle, last, run
 from captured_requests import CapturedRequest, num_bytes, read_shard, requests_of, shards
+from deepseek_v4_models import V4Spec
 from paceline import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, cli
 from paceline.capture import MIN_MAX_BYTES, Capture, Step
 from paceline.outputs import token_sources
@@ -278,6 +280,28 @@ def test_a_full_queue_only_delays_hidden_states(
         llm.generate([[1, 2]], SamplingParams(max_tokens=4, seed=1))
     assert num_refused == 3 and capture.stats()["num_requests"] == 1
     assert len(hidden_states(tmp_path / "capture")) == 1
+
+
+def test_engines_without_such_hidden_states(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(deepseek_v4_models.make(V4Spec()), device="cpu", max_model_len=64) as streams:
+        last = num_layers(streams)
+        with pytest.raises(ValueError, match=rf"hidden_layers\[0\] is 1, .*; allowed: {last}"):
+            streams.start_capture(tmp_path / "capture", hidden_layers=[1])
+        with streams.start_capture(tmp_path / "last", hidden_layers=[last]):
+            streams.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1))
+    assert len(hidden_states(tmp_path / "last")) == 1
+    asked = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        asked.append(1)
+        raise NotImplementedError("replicas generate only")
+
+    monkeypatch.setattr("paceline.prompt_values.score_prompt", refuse)
+    with pytest.raises(NotImplementedError, match="replicas generate only"):
+        llm.start_capture(tmp_path / "capture", hidden_layers=[1])
+    assert asked == [1] and not (tmp_path / "capture").exists()
 
 
 def test_layers_that_do_not_exist(
