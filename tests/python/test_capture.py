@@ -31,6 +31,7 @@ from paceline import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingPar
 from paceline.capture import MIN_MAX_BYTES, Capture, Step
 from paceline.outputs import token_sources
 from paceline.prompt_values import score_prompt
+from paceline.replicas.replicated_llm import start_replicas
 from running_server import RunningServer
 from time_limits import HANG_LIMIT_S
 
@@ -195,6 +196,24 @@ def test_it_ends_with_its_llm_and_says_when_it_begins(
         llm.start_capture(tmp_path / "capture")
         llm.generate([[4]], SamplingParams(max_tokens=8, seed=1))
     assert [one.prompt for one in requests_of(tmp_path / "capture")] == [[1, 2, 3], [4]]
+
+
+def test_replicas_are_captured(
+    target_dir: Path, speculative_config: dict[str, Any], tmp_path: Path
+) -> None:
+    arguments = {
+        "model": str(target_dir), "speculative_config": speculative_config, "num_threads": 1,
+        "device": "cpu", "max_model_len": 64, "show_progress": False,
+    }  # fmt: skip
+    params = SamplingParams(n=2, seed=1, max_tokens=20, return_token_sources=True)
+    llm = start_replicas(2, arguments, log_level="WARNING")
+    try:
+        llm.start_capture(tmp_path / "capture")
+        outputs = llm.generate([[i, 3, 4] for i in range(10)], params)
+    finally:
+        llm.close()
+    found = [seen(request) for request in requests_of(tmp_path / "capture")]
+    assert ordered(found) == ordered([expected(output, 1.0) for output in outputs])
 
 
 # ---- hidden states -----------------------------------------------------------------------------

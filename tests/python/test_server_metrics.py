@@ -174,9 +174,10 @@ def test_the_dashboard_asks_for_figures_that_exist(server: RunningServer) -> Non
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += [variable["query"] for variable in dashboard["templating"]["list"]]
     found = {name for text in asked for name in re.findall(r"paceline_\w+", text)}
-    # test_replicas.py has these.
-    of_replicas = {name for name in found if re.match("paceline_(replica|outputs_resumed)", name)}
-    assert len(found) > 15 and found - of_replicas <= names
+    # test_replicas.py and test_capture.py have these.
+    others = "paceline_(replica|outputs_resumed|capture)"
+    of_others = {name for name in found if re.match(others, name)}
+    assert len(found) > 15 and found - of_others <= names
     assert not re.findall(r"https?://", DASHBOARD.read_text())
 
 
