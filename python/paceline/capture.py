@@ -168,6 +168,7 @@ class Capture:
         Raises:
             ValueError: An argument is not allowed, another process captures there, the folder has
                 `max_bytes` already or cannot be written, or its disk is full.
+            RuntimeError: The system refuses a thread.
         """
         self.folder = Path(check_path("folder", folder, "a folder"))
         self.max_bytes = check_int("max_bytes", max_bytes, MIN_MAX_BYTES, MAX_MAX_BYTES)
@@ -178,34 +179,34 @@ class Capture:
         if hidden is not None:
             self._metadata["hidden_layers"] = ",".join(map(str, hidden.layers))
         self._pid = os.getpid()
+        # The condition guards all that follows.
+        self._changed = threading.Condition()
+        self._state = ON
+        self._is_closing = False
+        self._waiting: list[_Record] = []
+        self._waiting_bytes = 0
+        self._waiting_since = 0.0  # time.monotonic()
+        self._writing_bytes = 0
+        self._num_requests = 0
+        self._num_outputs = 0
+        self._num_tokens = 0
+        self._num_dropped = 0
+        self._thread = threading.Thread(
+            target=self._write_all, name="paceline-capture", daemon=True
+        )
         try:
             self._lock = _locked(self.folder)
+            try:
+                self._num_bytes, self._next_shard = self._existing()
+                self._thread.start()
+            except BaseException:
+                os.close(self._lock)
+                raise
         except OSError as error:
             raise ValueError(
                 f"the capture folder {self.folder} cannot be written: {error.strerror}; allowed: a "
                 "folder that this process may write, or a new one in such a folder"
             ) from None
-        try:
-            self._num_bytes, self._next_shard = self._existing()
-            self._thread = threading.Thread(
-                target=self._write_all, name="paceline-capture", daemon=True
-            )
-            # The condition guards all that follows.
-            self._changed = threading.Condition()
-            self._state = ON
-            self._is_closing = False
-            self._waiting: list[_Record] = []
-            self._waiting_bytes = 0
-            self._waiting_since = 0.0  # time.monotonic()
-            self._writing_bytes = 0
-            self._num_requests = 0
-            self._num_outputs = 0
-            self._num_tokens = 0
-            self._num_dropped = 0
-            self._thread.start()
-        except BaseException:
-            os.close(self._lock)
-            raise
         atexit.register(self.close)
 
     def _existing(self) -> tuple[int, int]:

@@ -272,6 +272,8 @@ class RunningEngine:
             )
         hidden = None if hidden_layers is None else self._hidden_layers(hidden_layers)
         capture = Capture(folder, max_bytes=max_bytes, hidden=hidden)
+        if before is not None:
+            before.close()
         capture.describe(model=str(self.target.path))
         self._requests.capture = capture
         _logger.warning(

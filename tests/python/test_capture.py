@@ -134,6 +134,7 @@ def test_captured_ids_are_the_outputs(small_llm: LLM, tmp_path: Path, seed: int)
         outputs = run(main())
     stats = small_llm._executor.stats()
     assert stats["num_preemptions"] > 0 and stats["num_prefix_hit_tokens"] > 0
+    check_acceptance_records([output for output in outputs if output is not None])
     wanted = [
         expected(output, params.temperature)
         for output, (_, params, _) in zip(outputs, requests, strict=True)
@@ -154,6 +155,23 @@ def test_captured_ids_are_the_outputs(small_llm: LLM, tmp_path: Path, seed: int)
         "num_tokens": sum(len(one.token_ids) for request in found for one in request.outputs),
         "num_dropped_requests": 0,
     }
+
+
+def check_acceptance_records(outputs: list[RequestOutput]) -> None:
+    """AIPerf drops a record whose counts contradict each other."""
+    counted = [output.metrics.speculative_decoding for output in outputs]
+    records = [one for one in counted if one is not None]
+    assert len(records) > 10
+    for one in records:
+        histogram = one["acceptance_histogram"]
+        steps, accepted = one["num_spec_steps"], one["num_accepted_draft_tokens"]
+        assert len(histogram) == one["num_spec_tokens"] + 1
+        assert sum(histogram) == steps
+        assert sum(i * count for i, count in enumerate(histogram)) == accepted
+        assert accepted <= one["num_draft_tokens"] <= steps * one["num_spec_tokens"]
+        if steps:
+            assert one["mean_acceptance_length"] == 1 + accepted / steps
+            assert one["mean_draft_length"] == one["num_draft_tokens"] / steps
 
 
 def test_steps_are_those_of_the_metrics(llm: LLM, tmp_path: Path) -> None:
