@@ -113,6 +113,8 @@ class RequestMetrics:
               verified.
             - num_spec_tokens: k: the request's own `SamplingParams.num_speculative_tokens`, or
               that of the engine.
+            - mean_draft_length: verified drafts per iteration with drafts: the k that was used.
+            - drafter: the method that drafted, such as "eagle3".
 
             After a stop string the counters include the tokens that the engine generated beyond the
             output.
@@ -274,7 +276,10 @@ def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def speculative_metrics(
-    counters: dict[str, Any], histogram_by_draft_length: dict[int, list[int]], num_spec_tokens: int
+    counters: dict[str, Any],
+    histogram_by_draft_length: dict[int, list[int]],
+    num_spec_tokens: int,
+    drafter: str | None,
 ) -> dict[str, Any]:
     """Converts the engine's counters to vLLM's names.
 
@@ -283,6 +288,7 @@ def speculative_metrics(
         histogram_by_draft_length: For each number d of verified drafts, the iterations by number of
             accepted drafts [d + 1].
         num_spec_tokens: k.
+        drafter: The method that drafted.
 
     Returns:
         The dict that `RequestMetrics.speculative_decoding` describes.
@@ -305,6 +311,12 @@ def speculative_metrics(
         },
         "num_spec_tokens": num_spec_tokens,
         "num_discarded_draft_tokens": counters["num_discarded_tokens"],
+        "mean_draft_length": (
+            counters["num_draft_tokens"] / counters["num_iterations"]
+            if counters["num_iterations"]
+            else None
+        ),
+        "drafter": drafter,
     }
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline.capture import Step
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.logprobs import LogprobReader
 from paceline.outputs import (
@@ -25,6 +26,7 @@ from paceline.stop_strings import StopStringFilter
 
 if TYPE_CHECKING:
     from paceline import _core
+    from paceline.capture import Capture
     from paceline.grammar import CompiledGrammar, Grammars
     from paceline.sampling import SamplingParams
 
@@ -49,6 +51,8 @@ class Request:
         grammars: Grammars | None = None,
         max_model_len: int | None = None,
         grammar: CompiledGrammar | None = None,
+        drafter: str | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """Starts without output.
 
@@ -65,6 +69,8 @@ class Request:
             grammars: Of the model; None where `sampling` has no grammar.
             max_model_len: The length at which the engine ends the request; None = unknown.
             grammar: That of `sampling`, which the request keeps from being compiled again.
+            drafter: The method that drafts; None without speculative decoding.
+            capture: Takes the request when it has ended; None = nothing does.
         """
         self.index = index
         self.prompt = prompt
@@ -73,6 +79,8 @@ class Request:
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.sample = sample
+        self.drafter = drafter
+        self.capture = capture
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._grammar = grammar
@@ -90,6 +98,7 @@ class Request:
         self._has_given_prompt_logprobs = False
         self.text_parts: list[str] = []
         self.num_first_tokens = 0
+        self.steps: list[Step] = []  # with a capture
         self.histogram_by_draft_length: dict[int, list[int]] = {}
         self.last_event: _core.RequestEvent | None = None
         self._stop_token_ids = frozenset(sampling.get("stop_token_ids", ()))
@@ -157,6 +166,8 @@ class Request:
         self._push_logprobs(event, num_new)
         if self.token_sources is not None:
             self.token_sources += token_sources(num_new, event.num_drafted, event.num_accepted)
+        if self.capture is not None and (num_new or event.num_drafted):
+            self.steps.append(Step(num_new, event.num_drafted, event.num_accepted))
         return self.token_ids[num_before:], text
 
     def _push_logprobs(self, event: _core.RequestEvent, num_tokens: int) -> None:
@@ -314,6 +325,13 @@ class RequestGroup:
             finish_reason, stop_reason = request.reasons
             if all(sample.is_finished for sample in self.samples):
                 output = request_output(self.samples, self._num_speculative_tokens)
+                if request.capture is not None:
+                    request.capture.add(
+                        output,
+                        [sample.steps for sample in self.samples],
+                        temperature=request.params.temperature,
+                        drafter=request.drafter,
+                    )
         return StreamChunk(
             index=request.index,
             text=text,
@@ -426,5 +444,6 @@ def _metrics(samples: Sequence[Request], num_speculative_tokens: int | None) -> 
             added_counters([dict(event.counters) for event in events]),
             histogram_by_draft_length,
             k,
+            samples[0].drafter,
         ),
     )

@@ -17,6 +17,7 @@ from paceline.prompts import Prompts, cache_salt_of, encode, list_params, list_p
 from paceline.request import Request
 
 if TYPE_CHECKING:
+    from paceline.capture import Capture
     from paceline.grammar import CompiledGrammar
     from paceline.loader import LoadedModel
     from paceline.loader.tokenizer import TokenizerInfo
@@ -40,6 +41,7 @@ class RequestFactory:
         max_logprobs: int,
         num_speculative_tokens: int,
         seed: int,
+        drafter: str | None = None,
     ) -> None:
         """Starts with number 0.
 
@@ -49,12 +51,15 @@ class RequestFactory:
             max_logprobs: Largest number of logprobs of a request.
             num_speculative_tokens: k; 0 without a drafter.
             seed: Base seed for requests without a seed.
+            drafter: The method that drafts; None without one.
         """
+        self.capture: Capture | None = None  # of the requests that are prepared from now on
         self._target = target
         self._max_model_len = max_model_len
         self._max_logprobs = max_logprobs
         self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
+        self._drafter = drafter
         self.grammars = Grammars(target)
         self._numbering = threading.Lock()
         self._num_outputs = 0  # of the requests so far
@@ -113,6 +118,8 @@ class RequestFactory:
                 max_model_len=self._max_model_len,
                 grammar=compiled,
                 sample=sample,
+                drafter=self._drafter,
+                capture=self.capture,
             )
             for index, (text, token_ids, param, sampling, compiled) in enumerate(checked)
             for sample in range(param.n)

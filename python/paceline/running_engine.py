@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from paceline import _core, engine_log
+from paceline.capture import DEFAULT_MAX_BYTES, ON, Capture, HiddenLayers
 from paceline.chat_template import ChatTemplates
 from paceline.checks import shorten
 from paceline.config import EngineConfig
@@ -19,6 +21,7 @@ from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.loader import LoadedModel, check_compatible
 from paceline.loader.block_kinds import num_block_drafts
 from paceline.metrics import Metric, metrics
+from paceline.prompt_values import check_layers, patient_hidden_states
 from paceline.reports import (
     capabilities,
     engine_stats,
@@ -31,6 +34,10 @@ from paceline.request_factory import RequestFactory
 from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import check_max_model_len, executor_options
 from paceline.vllm_names import missing_attribute
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _logger = logging.getLogger("paceline")
 
@@ -126,6 +133,7 @@ class RunningEngine:
             max_logprobs=config.max_logprobs,
             num_speculative_tokens=self._num_speculative_tokens or 0,
             seed=config.seed,
+            drafter=None if speculative is None else speculative.method,
         )
 
     # ---- reports -------------------------------------------------------------------------------
@@ -224,6 +232,69 @@ class RunningEngine:
         stats = self._dispatcher.call(lambda executor: executor.stats())
         return metrics(stats, is_speculative=self._num_speculative_tokens is not None)
 
+    def start_capture(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        hidden_layers: Sequence[int] | None = None,
+    ) -> Capture:
+        """Writes prompts, outputs and accepted drafts of the requests that begin from now on.
+
+        They are token ids, from which a drafter can be trained on served traffic (docs/capture.md).
+        The log says that it is on. Requests do not wait for the disk, and an error there ends the
+        capture alone.
+
+        Args:
+            folder: Where the shards are written. It is created if its parent exists.
+            max_bytes: Bytes that all shards in the folder have at most, from 1 MiB on; the capture
+                ends before it would exceed them.
+            hidden_layers: Also write the target's hidden states of prompts and outputs, of these
+                layers, which `LLM.hidden_states` numbers. The engine computes them in a further
+                request for each output, when a shard is written. None = none.
+
+        Returns:
+            The capture, which counts what it has written (`stats`). `close` ends it, as does the
+            LLM's.
+
+        Raises:
+            ValueError: An argument is not allowed, a capture is on, another process captures in the
+                folder, it is full or cannot be written, its disk is full, or a layer does not
+                exist.
+            NotImplementedError: The engine has no hidden states, as replicas.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+        """
+        self._dispatcher.check_running()
+        before = self._requests.capture
+        if before is not None and before.stats()["state"] == ON:
+            raise ValueError(
+                f"a capture to {before.folder} is on; allowed: one at a time. Close that one first"
+            )
+        hidden = None if hidden_layers is None else self._hidden_layers(hidden_layers)
+        capture = Capture(folder, max_bytes=max_bytes, hidden=hidden)
+        if before is not None:
+            before.close()
+        capture.describe(model=str(self.target.path))
+        self._requests.capture = capture
+        _logger.warning(
+            "prompts and outputs of all requests are captured in %s, in up to %d bytes",
+            capture.folder,
+            max_bytes,
+        )
+        return capture
+
+    def _hidden_layers(self, layers: Sequence[int]) -> HiddenLayers:
+        """Checks layers, and says how a capture gets their hidden states."""
+        checked = check_layers(layers, len(self.target.config["layers"]), "hidden_layers")
+        dispatcher = self._dispatcher  # a capture must not keep the LLM alive
+
+        def compute(token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+            return patient_hidden_states(dispatcher, token_ids, checked)
+
+        compute([0])  # the model may not have all of them
+        dtype = "F32" if self.target.weight_dtype == "float32" else "BF16"
+        return HiddenLayers(checked, self.target.config["hidden_size"], dtype, compute)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets the KV of requests that have ended, so that no prompt takes it over.
 
@@ -265,6 +336,8 @@ class RunningEngine:
 
         An LLM that is never closed is freed when it is collected or the interpreter exits.
         """
+        if self._requests.capture is not None:
+            self._requests.capture.close()  # it may need the engine
         self._requests.grammars.close()
         self._dispatcher.close()
 

@@ -28,6 +28,10 @@ class Texts:
     first: Tensor
     count: int
 
+    def to(self, device: torch.device) -> Texts:
+        """Returns the texts on a device."""
+        return Texts(self.ids.to(device), self.first.to(device), self.count)
+
     def select(self, rows: Tensor) -> Texts:
         """Returns the given rows, in that order."""
         return Texts(self.ids[rows], self.first[rows], self.count)
@@ -60,7 +64,7 @@ class Windows:
     """Random windows of a token stream on the device."""
 
     def __init__(self, stream: list[int], device: torch.device, seed: int) -> None:
-        self.stream = torch.tensor(stream, device=device)
+        self.stream = torch.tensor(stream, dtype=torch.long, device=device)
         self.random = torch.Generator().manual_seed(seed)
 
     def sample(self, count: int, length: int) -> Tensor:

@@ -39,7 +39,7 @@ def choose_vocabulary(texts: Texts, stream: Tensor, size: int) -> Tensor:
     """Returns the most frequent ids of continuations, then of training files, ascending."""
     own = torch.bincount(texts.learned().flatten(), minlength=VOCAB_SIZE).double()
     files = torch.bincount(stream, minlength=VOCAB_SIZE).double()
-    chosen = (own / own.sum() + 0.1 * files / files.sum()).topk(size).indices
+    chosen = (own / own.sum() + 0.1 * files / files.sum().clamp(min=1)).topk(size).indices
     covered = (own[chosen].sum() / own.sum()).item()
     print(f"{size} of {VOCAB_SIZE} ids cover {covered:.4f} of the continuations", flush=True)
     return chosen.sort().values

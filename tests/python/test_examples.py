@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTED = {
     "async_requests.py": "--- cancelled; no request runs",
     "batch.py": "--- log-probability",
+    "capture.py": "served with an acceptance length of",
     "chat.py": "assistant> ",
     "eagle3.py": "the tokens of plain decoding",
     "ngram_edit.py": "tokens per iteration",

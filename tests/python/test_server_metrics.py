@@ -102,6 +102,35 @@ def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
         assert after[f"paceline_kv_group_max_blocks{{{labels}}}"] == group["max_blocks"]
 
 
+def test_acceptance_of_requests_is_counted_by_drafter(server: RunningServer) -> None:
+    bodies = [BODY | {"seed": seed, "n": 1 + seed % 2} for seed in range(4)]
+    counted = [
+        server.result(COMPLETIONS, body)["metrics"]["speculative_decoding"] for body in bodies
+    ]
+    for plain in ({"num_speculative_tokens": 0}, {"enabled": False}):
+        answer = server.result(COMPLETIONS, BODY | {"speculative": plain})
+        assert answer["metrics"]["speculative_decoding"] is None
+    found = figures(server)
+    name = "paceline_request_{}{{drafter=draft_model}}".format
+    for key in ("mean_acceptance_length", "mean_draft_length"):
+        values = [one[key] for one in counted]
+        assert found[name(f"{key}_count")] == len(values)
+        assert found[name(f"{key}_sum")] == pytest.approx(sum(values))
+        for bound in (1.5, 2.0, 3.0):
+            bucket = f"paceline_request_{key}_bucket{{drafter=draft_model,le={bound}}}"
+            assert found[bucket] == sum(value <= bound for value in values)
+    steps = [sum(one["acceptance_histogram"][: i + 1]) for one in counted for i in range(5)]
+    for i in range(5):
+        bucket = f"paceline_request_accepted_drafts_bucket{{drafter=draft_model,le={i:.1f}}}"
+        assert found[bucket] == sum(steps[i::5])
+    assert found[name("accepted_drafts_sum")] == sum(
+        one["num_accepted_draft_tokens"] for one in counted
+    )
+    # Labels are few, whatever requests there are.
+    drafters = {label for label in found if "drafter=" in label}
+    assert {re.search(r"drafter=(\w+)", label)[1] for label in drafters} == {"draft_model"}  # type: ignore[index]
+
+
 def test_hits_of_the_prefix_cache_are_counted(server: RunningServer) -> None:
     before = figures(server)
     body = {"prompt": [7] * 50, "max_tokens": 1, "seed": 1}
@@ -145,9 +174,10 @@ def test_the_dashboard_asks_for_figures_that_exist(server: RunningServer) -> Non
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += [variable["query"] for variable in dashboard["templating"]["list"]]
     found = {name for text in asked for name in re.findall(r"paceline_\w+", text)}
-    # test_replicas.py has these.
-    of_replicas = {name for name in found if re.match("paceline_(replica|outputs_resumed)", name)}
-    assert len(found) > 15 and found - of_replicas <= names
+    # test_replicas.py and test_capture.py have these.
+    others = "paceline_(replica|outputs_resumed|capture)"
+    of_others = {name for name in found if re.match(others, name)}
+    assert len(found) > 15 and found - of_others <= names
     assert not re.findall(r"https?://", DASHBOARD.read_text())
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.server
 import importlib.util
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from paceline import LLM, cli
 from paceline.request import Request
-from paceline.server.traces import Traces, open_traces
+from paceline.server.traces import Traces, open_traces, process_traces
 from running_server import RunningServer, open_demo
 from time_limits import HANG_LIMIT_S
 
@@ -94,6 +95,11 @@ def test_a_span_has_what_the_response_says(
     assert 0 < first <= last < 60  # type: ignore[operator]
     cached = attributes.pop("gen_ai.usage.cache_read.input_tokens")
     assert cached in (0, usage["prompt_tokens_details"]["cached_tokens"])
+    length, first_chunk = 1 + counted["num_accepted_draft_tokens"] / counted["num_spec_steps"], None
+    if streams:
+        first_chunk = attributes.pop("gen_ai.response.time_to_first_chunk")
+        assert attributes.pop("gen_ai.request.stream") is True
+    assert first_chunk == (first if streams else None)
     assert attributes == {
         "http.request.method": "POST",
         "http.route": COMPLETIONS,
@@ -122,7 +128,57 @@ def test_a_span_has_what_the_response_says(
         "paceline.spec_decode.num_spec_steps": counted["num_spec_steps"],
         "paceline.spec_decode.num_draft_tokens": counted["num_draft_tokens"],
         "paceline.spec_decode.num_accepted_draft_tokens": counted["num_accepted_draft_tokens"],
+        "paceline.spec_decode.mean_acceptance_length": length,
+        "paceline.spec_decode.mean_draft_length": counted["mean_draft_length"],
+        "paceline.spec_decode.acceptance_histogram": tuple(counted["acceptance_histogram"]),
+        "paceline.spec_decode.num_spec_tokens": 4,
+        "paceline.spec_decode.drafter": "draft_model",
     }
+
+
+def test_prompts_of_a_request_are_counted_together(
+    server: RunningServer, exporter: InMemorySpanExporter
+) -> None:
+    server.result(COMPLETIONS, completion(prompt=["def a():", "class B:"]))
+    both = only_span(server, exporter).attributes or {}
+    found: dict[str, Any] = {}
+    for prompt in ("def a():", "class B:"):
+        server.result(COMPLETIONS, completion(prompt=prompt))
+        one = only_span(server, exporter).attributes or {}
+        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+            found[name] = found.get(name, 0) + one[f"paceline.spec_decode.{name}"]
+        histogram: Any = one["paceline.spec_decode.acceptance_histogram"]
+        before = found.get("acceptance_histogram", [0] * 5)
+        found["acceptance_histogram"] = [a + b for a, b in zip(before, histogram, strict=True)]
+    found["mean_acceptance_length"] = (
+        1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+    )
+    found["acceptance_histogram"] = tuple(found["acceptance_histogram"])
+    assert {name: both[f"paceline.spec_decode.{name}"] for name in found} == found
+
+
+def test_without_drafting_a_span_has_no_drafts(
+    server: RunningServer, exporter: InMemorySpanExporter
+) -> None:
+    server.result(COMPLETIONS, completion(speculative={"enabled": False}))
+    attributes = only_span(server, exporter).attributes or {}
+    assert not [name for name in attributes if "spec_decode" in name]
+
+
+def test_a_provider_of_the_process_gets_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process_traces() is None  # this process has the API, but no provider of its own
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+    traces = process_traces()
+    assert traces is not None
+    for _ in range(2):  # closing a server leaves the provider to its process
+        traces.begin([], COMPLETIONS).end(200)
+        traces.close()
+    assert [span.name for span in exporter.get_finished_spans()] == [f"POST {COMPLETIONS}"] * 2
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+    assert process_traces() is None
+    assert "opentelemetry.trace" not in sys.modules
 
 
 @pytest.mark.parametrize(

@@ -44,19 +44,28 @@ class _Repeated(argparse.Action):
         setattr(namespace, mark, True)
 
 
-def _token_ids(text: str) -> list[int]:
-    """Reads token ids separated by commas."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{shorten(text)} is not a list of token ids; allowed: integers separated by commas"
-        ) from None
+def _integers(what: str) -> Callable[[str], list[int]]:
+    """Returns what reads integers separated by commas; `what` they are, for the message."""
+
+    def read(text: str) -> list[int]:
+        try:
+            return [int(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{shorten(text)} is not a list of {what}; allowed: integers separated by commas"
+            ) from None
+
+    return read
 
 
 _ACTIONS: Final = {"boolean": argparse.BooleanOptionalAction, "repeated": _Repeated}
 # By name of the value; others are strings.
-_TYPES: Final = dict.fromkeys("NK", integer) | dict.fromkeys("PSTX", number) | {"IDS": _token_ids}
+_TYPES: Final[dict[str, Callable[[str], Any]]] = {
+    **dict.fromkeys("NK", integer),
+    **dict.fromkeys("PSTX", number),
+    "IDS": _integers("token ids"),
+    "LAYERS": _integers("layers"),
+}
 
 
 def add_command(

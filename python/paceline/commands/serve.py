@@ -12,7 +12,8 @@ import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.background_log import BackgroundHandler, start_background_log
-from paceline.checks import check_finite, check_int, check_text, shorten
+from paceline.capture import MAX_MAX_BYTES, MIN_MAX_BYTES, Capture
+from paceline.checks import check_finite, check_int, check_path, check_text, shorten
 from paceline.commands.flags import MAX_REPLICAS, add_command
 from paceline.commands.options import model_arguments
 from paceline.commands.vllm_flags import words_of
@@ -82,7 +83,11 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
                 f"--host is {args.host}, which other machines can reach; allowed without an "
                 "--api-key (or PACELINE_API_KEY): 127.0.0.1"
             )
+        if args.capture is not None:
+            # What is wrong with the folder then costs no loading.
+            Capture(args.capture, max_bytes=args.capture_max_bytes).close()
         from paceline.async_llm import AsyncLLM
+        from paceline.prompt_values import check_layers
 
         if args.replicas == 1:
             allm = AsyncLLM(**arguments)
@@ -93,6 +98,14 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
                 start_replicas(args.replicas, arguments, log_level=args.log_level.upper())
             )
         try:
+            if args.capture is not None:
+                layers = args.capture_hidden_layers
+                if layers is not None:
+                    num_layers = len(allm.llm.target.config["layers"])
+                    check_layers(layers, num_layers, "--capture-hidden-layers")
+                allm.llm.start_capture(
+                    args.capture, max_bytes=args.capture_max_bytes, hidden_layers=layers
+                )
             _serve(args, allm, opened, log)
         finally:
             allm.close()
@@ -128,6 +141,16 @@ def check_options(args: argparse.Namespace) -> None:
     if args.max_queue is not None:
         check_int("--max-queue", args.max_queue, 0, MAX_INT)
     check_int("--max-body-bytes", args.max_body_bytes, 1024, MAX_INT)
+    if args.capture is not None:
+        check_path("--capture", args.capture, "a folder")
+        if args.capture_hidden_layers is not None and args.replicas != 1:
+            raise ValueError(
+                f"--capture-hidden-layers is given with --replicas {args.replicas}; allowed: "
+                "hidden states of one engine, in the server's process"
+            )
+    elif args.capture_hidden_layers is not None:
+        raise ValueError("--capture-hidden-layers is given without --capture; allowed: both")
+    check_int("--capture-max-bytes", args.capture_max_bytes, MIN_MAX_BYTES, MAX_MAX_BYTES)
     for name, least in (("read_timeout", 0.001), ("drain_timeout", 0.0)):
         option, value = "--" + name.replace("_", "-"), getattr(args, name)
         allowed = f"seconds from {least:g} to {_MAX_TIMEOUT_S}"
@@ -167,7 +190,7 @@ def check_salts(args: argparse.Namespace) -> None:
 def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
     """Makes what is served of the options and a model that is loaded."""
     from paceline.server.service import DEFAULT_MAX_CONNECTIONS, Limits, Service
-    from paceline.server.traces import open_traces
+    from paceline.server.traces import open_traces, process_traces
 
     endpoint = args.otlp_traces_endpoint
     return Service(
@@ -186,7 +209,7 @@ def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
         has_vllm_metrics=args.metrics_compat == "vllm",
         tool_call_parser=args.tool_call_parser,
         has_access_log=args.access_log,
-        traces=None if endpoint is None else open_traces(endpoint),
+        traces=process_traces() if endpoint is None else open_traces(endpoint),
     )
 
 

@@ -47,6 +47,9 @@ _RAYS: Final = {
     "read_timeout": "Ray's proxy reads requests",
     "drain_timeout": "engines and servers have graceful_shutdown_timeout_s",
     "config": "give its options themselves",
+    "capture": "its servers may be on several machines; `paceline serve` captures to a folder",
+    "capture_max_bytes": "there is no capture",
+    "capture_hidden_layers": "there is no capture",
 }
 # Blocks that a router remembers of each replica: of one million tokens with blocks of 16.
 _MAX_BLOCKS: Final = 65_536

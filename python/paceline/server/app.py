@@ -282,6 +282,7 @@ async def _answer(
             context.request_id,
             wishes.params,
             is_chat=request.scope["path"] != "/v1/completions",
+            is_streamed=wishes.is_streamed,
         )
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(service.admission.admit(num_prompts * wishes.params.n, param))

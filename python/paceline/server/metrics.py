@@ -20,6 +20,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import paceline
+from paceline.capture import STATES
+from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.metrics import FIGURES, used_share
 from paceline.outputs import RequestOutput, StreamChunk
 
@@ -33,25 +35,29 @@ _SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
 )
+# Tokens of an iteration, and drafts; k is at most 16.
+_LENGTHS: Final = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 17.0)
+_DRAFTS: Final = tuple(map(float, range(MAX_SPECULATIVE_TOKENS + 1)))
 _Family = CounterMetricFamily | GaugeMetricFamily
 
 
-class Times:
-    """A histogram of seconds. For one thread."""
+class Histogram:
+    """A histogram, by default of seconds. For one thread."""
 
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._counts = [0] * (len(_SECONDS) + 1)
+    def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
+        """Starts empty; takes the upper bounds of its buckets."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Adds a time."""
-        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
-        self._total += seconds
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds a value, which has occurred `count` times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._total += value * count
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Returns the cumulative counts by upper bound, and the sum."""
-        bounds = [*map(str, _SECONDS), "+Inf"]
+        bounds = [*map(str, self._bounds), "+Inf"]
         counts = itertools.accumulate(map(float, self._counts))
         return list(zip(bounds, counts, strict=True)), self._total
 
@@ -66,16 +72,19 @@ class RequestFigures:
         whole: Time of a whole request.
         num_finished: Outputs by finish reason.
         num_responses: Responses by route and status.
+        acceptance: What became of drafts, by the method that drafted. The methods are those of this
+            version, so there are few.
     """
 
     def __init__(self) -> None:
         """Starts at zero."""
-        self.first_token = Times()
-        self.inter_token = Times()
-        self.per_token = Times()
-        self.whole = Times()
+        self.first_token = Histogram()
+        self.inter_token = Histogram()
+        self.per_token = Histogram()
+        self.whole = Histogram()
         self.num_finished: collections.Counter[str] = collections.Counter()
         self.num_responses: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.acceptance: dict[str, Acceptance] = {}
 
     def clock(self) -> ChunkClock:
         """Returns what measures the chunks of one prompt."""
@@ -93,12 +102,38 @@ class RequestFigures:
                 times.observe(milliseconds / 1e3)
         for one in output.outputs:
             self.num_finished[one.finish_reason or "none"] += 1
+        counted = metrics.speculative_decoding
+        if counted is not None and counted["num_spec_steps"]:
+            self.acceptance.setdefault(counted["drafter"], Acceptance()).count(counted)
+
+
+class Acceptance:
+    """What became of the drafts of requests. For one event loop.
+
+    Attributes:
+        length: Mean acceptance lengths of requests.
+        draft_length: Mean numbers of verified drafts of requests.
+        accepted: Accepted drafts of iterations with drafts.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.length = Histogram(_LENGTHS)
+        self.draft_length = Histogram(_LENGTHS)
+        self.accepted = Histogram(_DRAFTS)
+
+    def count(self, counted: Mapping[str, Any]) -> None:
+        """Adds a request's `RequestMetrics.speculative_decoding`, which has iterations."""
+        self.length.observe(counted["mean_acceptance_length"])
+        self.draft_length.observe(counted["mean_draft_length"])
+        for num_accepted, count in enumerate(counted["acceptance_histogram"]):
+            self.accepted.observe(num_accepted, count)
 
 
 class ChunkClock:
     """Measures the times between the chunks of each output of one prompt."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Histogram) -> None:
         """Takes the histogram to which it adds."""
         self._times = times
         self._last: dict[int, float] = {}  # by sample
@@ -145,13 +180,17 @@ class _Families:
             for further, value in listed:
                 family.add_metric([self._model, *self.labels.values(), *further.values()], value)
 
-    def add_times(self, name: str, text: str, times: Times, vllm: str | None = None) -> None:
-        """Adds a histogram."""
-        buckets, total = times.buckets()
+    def add_histogram(
+        self, name: str, text: str, values: Histogram, vllm: str | None = None, **further: str
+    ) -> None:
+        """Adds a histogram, or that of one set of further labels."""
+        buckets, total = values.buckets()
         for full_name, label in self._names(name, vllm):
-            family = HistogramMetricFamily(full_name, text, labels=[label])
-            family.add_metric([self._model], buckets, total)
-            self.made[full_name] = family
+            family = self.made.setdefault(
+                full_name, HistogramMetricFamily(full_name, text, labels=[label, *further])
+            )
+            assert isinstance(family, HistogramMetricFamily)
+            family.add_metric([self._model, *further.values()], buckets, total)
 
     def _names(self, name: str, vllm: str | None) -> Iterator[tuple[str, str]]:
         """The full names of a metric, each with its label for the model."""
@@ -170,6 +209,7 @@ def exposition(
     num_open: int,
     is_speculative: bool,
     has_vllm_names: bool,
+    capture: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Writes all figures in the text format of Prometheus.
 
@@ -183,6 +223,7 @@ def exposition(
         num_open: Outputs that the server holds.
         is_speculative: Whether there is a drafter; without one its figures are absent.
         has_vllm_names: Also write those that vLLM has under vLLM's names.
+        capture: The result of `Capture.stats`; None without a capture.
     """
     families = _Families(model, has_vllm_names=has_vllm_names)
     for replica, engine in engines:
@@ -194,6 +235,8 @@ def exposition(
     if replicas is not None:
         _add_replicas(families, replicas)
     _add_requests(families, figures, num_open)
+    if capture is not None:
+        _add_capture(families, capture)
     registry = CollectorRegistry()
     registry.register(_Made(list(families.made.values())))
     return generate_latest(registry)
@@ -297,4 +340,25 @@ def _add_requests(families: _Families, figures: RequestFigures, num_open: int) -
         ("e2e_request_latency", figures.whole, "From queueing to the end."),
     ):
         of_request = "request_" if times is figures.per_token else ""
-        families.add_times(f"{name}_seconds", text, times, f"{of_request}{name}_seconds")
+        families.add_histogram(f"{name}_seconds", text, times, f"{of_request}{name}_seconds")
+    for drafter, acceptance in sorted(figures.acceptance.items()):
+        for name, values, text in (
+            ("mean_acceptance_length", acceptance.length, "Of a request, bonus tokens included."),
+            ("mean_draft_length", acceptance.draft_length, "Drafts verified, of a request."),
+            ("accepted_drafts", acceptance.accepted, "Of an iteration with drafts."),
+        ):
+            families.add_histogram(f"request_{name}", text, values, drafter=drafter)
+
+
+def _add_capture(families: _Families, capture: Mapping[str, Any]) -> None:
+    for kind, name, text in (
+        (_GAUGE, "num_bytes", "Bytes of all shards in the folder of the capture."),
+        (_GAUGE, "max_bytes", "Bytes that they have at most."),
+        (_COUNTER, "num_requests", "Requests written."),
+        (_COUNTER, "num_outputs", "Outputs written."),
+        (_COUNTER, "num_tokens", "Tokens of outputs written."),
+        (_COUNTER, "num_dropped_requests", "Requests that ended too late for the capture."),
+    ):
+        families.add(kind, f"capture_{name.removeprefix('num_')}", text, capture[name])
+    states = [({"state": state}, int(state == capture["state"])) for state in STATES]
+    families.add(_GAUGE, "capture_state", "1 for the state of the capture.", states)

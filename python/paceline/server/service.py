@@ -158,6 +158,7 @@ class Service:
         self._has_vllm_metrics = has_vllm_metrics
         self._groups = kv_groups(llm.memory_report())
         self._dispatcher = internals(llm).dispatcher
+        self._requests = internals(llm).requests
         # One thread each: Python runs no more at a time, and each delays the event loop.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="paceline-bodies")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="paceline-responses")
@@ -230,6 +231,7 @@ class Service:
             num_open=self.admission.num_open,
             is_speculative=self.allm.llm.speculative_config is not None,
             has_vllm_names=self._has_vllm_metrics,
+            capture=None if self._requests.capture is None else self._requests.capture.stats(),
         )
 
     def stats(self) -> dict[str, Any]:

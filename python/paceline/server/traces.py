@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import shorten
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, TracerProvider
 
     from paceline.outputs import RequestOutput
     from paceline.sampling import SamplingParams
@@ -78,17 +78,27 @@ def open_traces(endpoint: str) -> Traces:
     name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "paceline"}
     provider = TracerProvider(resource=Resource.create(name), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return Traces(provider)
+    return Traces(provider, close=provider.shutdown)
+
+
+def process_traces() -> Traces | None:
+    """Returns traces that go where those of the whole process go, as `opentelemetry-instrument` or
+    a program around the server has set up with OpenTelemetry's API; None if nothing has."""
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:  # it is not installed, or nobody has used it
+        return None
+    provider = api.get_tracer_provider()
+    return None if isinstance(provider, api.ProxyTracerProvider) else Traces(provider)
 
 
 class Traces:
     """Begins spans."""
 
-    def __init__(self, provider: TracerProvider) -> None:
-        """Takes what makes spans; `close` ends it."""
+    def __init__(self, provider: TracerProvider, close: Callable[[], None] | None = None) -> None:
+        """Takes what makes spans, and what ends it; None = others use it too."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = provider
+        self._close = close
         self._tracer = provider.get_tracer("paceline.server")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -117,7 +127,8 @@ class Traces:
 
     def close(self) -> None:
         """Sends what has not been sent. Without a collector that takes up to ten seconds."""
-        self._provider.shutdown()
+        if self._close is not None:
+            self._close()
 
 
 class RequestSpan:
@@ -127,6 +138,7 @@ class RequestSpan:
         """Takes a span that has begun."""
         self._span = span
         self._outputs: list[RequestOutput] = []
+        self._is_streamed = False
         self._has_failed = False
 
     @property
@@ -144,7 +156,13 @@ class RequestSpan:
         return made
 
     def note_request(
-        self, model: str, request_id: str, params: SamplingParams, *, is_chat: bool
+        self,
+        model: str,
+        request_id: str,
+        params: SamplingParams,
+        *,
+        is_chat: bool,
+        is_streamed: bool,
     ) -> None:
         """Notes what a request asks for, once it has been read.
 
@@ -153,7 +171,9 @@ class RequestSpan:
             request_id: The request's id.
             params: The sampling parameters.
             is_chat: Whether the prompt is a conversation.
+            is_streamed: Whether the response is a stream.
         """
+        self._is_streamed = is_streamed
         operation = "chat" if is_chat else "text_completion"
         self._span.update_name(f"{operation} {model}")
         attributes: dict[str, Any] = {
@@ -165,6 +185,8 @@ class RequestSpan:
             "gen_ai.request.id": request_id,  # vLLM's
             "gen_ai.request.n": params.n,  # vLLM's
         }
+        if is_streamed:
+            attributes["gen_ai.request.stream"] = True
         for name, parameter in _PARAMETERS.items():
             value = getattr(params, parameter)
             if value is not None:
@@ -200,11 +222,11 @@ class RequestSpan:
         if status >= 500:
             self._span.set_status(StatusCode.ERROR)
         if self._outputs:
-            self._span.set_attributes(_result(self._outputs))
+            self._span.set_attributes(_result(self._outputs, is_streamed=self._is_streamed))
         self._span.end()
 
 
-def _result(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def _result(outputs: Sequence[RequestOutput], *, is_streamed: bool) -> dict[str, Any]:
     """The attributes of the outputs of a request."""
     ended = [one for output in outputs for one in output.outputs]
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
@@ -224,9 +246,27 @@ def _result(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     known = [milliseconds for milliseconds in first if milliseconds is not None]
     if known:
         result["gen_ai.latency.time_to_first_token"] = min(known) / 1e3
+        if is_streamed:
+            result["gen_ai.response.time_to_first_chunk"] = min(known) / 1e3
     counters = [output.metrics.speculative_decoding for output in outputs]
-    for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
-        values = [one[name] for one in counters if one is not None]
-        if values:
-            result[f"paceline.spec_decode.{name}"] = sum(values)
-    return result
+    drafted = _drafting([one for one in counters if one is not None])
+    return result | {f"paceline.spec_decode.{name}": value for name, value in drafted.items()}
+
+
+def _drafting(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What became of the drafts of a request's prompts, under the names of `RequestMetrics`."""
+    if not counters:
+        return {}
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    steps, drafted, accepted = (sum(one[name] for one in counters) for name in names)
+    histograms = [one["acceptance_histogram"] for one in counters]
+    found: dict[str, Any] = {
+        **dict(zip(names, (steps, drafted, accepted), strict=True)),
+        "num_spec_tokens": counters[0]["num_spec_tokens"],
+        "drafter": counters[0]["drafter"],
+        "acceptance_histogram": [sum(counts) for counts in zip(*histograms, strict=True)],
+    }
+    if steps:
+        found["mean_acceptance_length"] = 1 + accepted / steps
+        found["mean_draft_length"] = drafted / steps
+    return found
