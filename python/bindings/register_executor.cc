@@ -283,8 +283,8 @@ Raises:
           R"doc(Reports the memory in use by purpose.
 
 Returns:
-    A dict of bytes and counts. "groups" has one dict per KV group, and "kv_cache_rule" the reason
-    for the size of the KV pool.
+    A dict of bytes and counts. "groups" has one dict per KV group, "ranks" one per rank with its
+    "gpu" (None on the CPU), and "kv_cache_rule" the reason for the size of the KV pool.
 )doc")
       .def(
           "stats",

@@ -39,6 +39,18 @@ py::dict memory_report_to_dict(const MemoryReport& report) {
   dict["workspace"] = std::move(workspace);
   dict["graph_bytes"] = report.graph_bytes;
   dict["groups"] = std::move(groups);
+  py::list ranks;
+  for (const MemoryReport::Rank& rank : report.ranks) {
+    py::dict entry;
+    entry["gpu"] = rank.gpu < 0 ? py::object(py::none()) : py::object(py::int_(rank.gpu));
+    entry["target_weight_bytes"] = rank.target_weight_bytes;
+    entry["draft_weight_bytes"] = rank.draft_weight_bytes;
+    entry["kv_pool_bytes"] = rank.kv_pool_bytes;
+    entry["workspace_bytes"] = rank.workspace_bytes;
+    entry["graph_bytes"] = rank.graph_bytes;
+    ranks.append(std::move(entry));
+  }
+  dict["ranks"] = std::move(ranks);
   return dict;
 }
 

@@ -170,7 +170,7 @@ class RunningEngine:
             can hold in it; under "kv_capacity" the "tokens" that the pool has room for and, with
             recurrent layers, the "states" instead; and under "kv_cache_rule" the reason for the
             size of the pool. With several ranks, bytes are those of all of them together, but slabs
-            and groups are those of one.
+            and groups are those of one; under "ranks" each has a dict with its "gpu" and its bytes.
         """
         report = self._dispatcher.call(lambda executor: executor.memory_report())
         for group in report["groups"]:

@@ -341,6 +341,14 @@ TEST(Ranks, MemoryIsThatOfAllRanks) {
   EXPECT_EQ(of_four.kv_pool_bytes % 4, 0);
   EXPECT_GT(of_four.workspace.at("exchange of ranks"), 0);
   EXPECT_EQ(of_four.workspace.at("results"), 4 * of_one.workspace.at("results"));
+  ASSERT_EQ(of_four.ranks.size(), 4);
+  int64_t workspace = 0;
+  for (const MemoryReport::Rank& rank : of_four.ranks) {
+    EXPECT_EQ(rank.gpu, -1);
+    EXPECT_EQ(4 * rank.kv_pool_bytes, of_four.kv_pool_bytes);
+    workspace += rank.workspace_bytes;
+  }
+  EXPECT_EQ(workspace, of_four.workspace_bytes);
 }
 
 // An engine whose ranks a test may change before they run.

@@ -143,7 +143,8 @@ struct ExecutorOptions {
   // CPU threads that run the ops, 1..1024; 0 is all cores.
   int32_t num_threads = 0;
   // Ranks that share a model, 1..8 (docs/tensor-parallel.md). On the CPU they are threads, which
-  // share num_threads. On GPUs it is the number of those that split_model has copied the models to.
+  // share num_threads. Each has a GPU of its own on CUDA: in C++ those that split_model has copied
+  // the models to, in C the first ones.
   int32_t tensor_parallel_size = 1;
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
   // request may ask for logprobs, and no memory is reserved for them.

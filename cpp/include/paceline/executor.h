@@ -37,6 +37,15 @@ struct MemoryReport {
     int64_t held_blocks = 0;         // held by running sequences
     int64_t quarantined_blocks = 0;  // released, but iterations in flight may still use them
   };
+  // What one of tensor_parallel_size ranks has. Ranks on the CPU share the weights.
+  struct Rank {
+    int32_t gpu = -1;  // -1: on the CPU
+    int64_t target_weight_bytes = 0;
+    int64_t draft_weight_bytes = 0;
+    int64_t kv_pool_bytes = 0;
+    int64_t workspace_bytes = 0;
+    int64_t graph_bytes = 0;
+  };
   int64_t target_weight_bytes = 0;
   int64_t draft_weight_bytes = 0;
   int64_t kv_pool_bytes = 0;
@@ -51,6 +60,7 @@ struct MemoryReport {
   std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;    // captured programs; 0 on the CPU
   std::vector<Group> groups;  // one per KV group, those of the target first
+  std::vector<Rank> ranks;    // one without ranks
 };
 
 // Counters since the start or the last reset_stats(), and the load now. The size does not depend on

@@ -92,7 +92,8 @@ typedef struct paceline_options {
   // or the largest multiple of block_size below.
   int32_t state_interval;
   // Ranks that share a model, 1..8 (docs/tensor-parallel.md). On the CPU they are threads, which
-  // share num_threads. On GPUs it is the number of those that split_model has copied the models to.
+  // share num_threads. Each has a GPU of its own on CUDA: in C++ those that split_model has copied
+  // the models to, in C the first ones.
   int32_t tensor_parallel_size;
   // Seconds, up to 86,400, after which an iteration that the device has not completed is a failure
   // of the device, which poll() raises like any other; 0 is off. Longer than the longest iteration.

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <exception>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -124,6 +125,14 @@ Device read_device(const char* name) {
   static_assert(static_cast<int>(Device::kCpu) == 0 && static_cast<int>(Device::kCuda) == 1);
   static constexpr std::array<const char*, 2> kNames = {"cpu", "cuda"};
   return named<Device>("device", name, kNames);
+}
+
+// Copies the models to the first GPUs, one for each rank.
+void split_folder(ModelFolder& folder, int32_t num_ranks) {
+  std::vector<int32_t> gpus(static_cast<size_t>(num_ranks));
+  std::iota(gpus.begin(), gpus.end(), 0);
+  folder.target = split_model(folder.target, gpus, GpuShare::kPart);
+  if (folder.draft != nullptr) folder.draft = split_model(folder.draft, gpus, GpuShare::kCopy);
 }
 
 paceline_options default_options() {
@@ -338,9 +347,13 @@ paceline_status paceline_open(const char* folder, const paceline_options* option
     paceline_options given = default_options();
     if (options != nullptr) given = read_struct("paceline_options", *options, given);
     const ExecutorOptions executor = executor_options(given);
-    ModelFolder loaded = load_model_folder(folder, read_device(given.device));
+    const Device device = read_device(given.device);
+    const int32_t num_ranks = executor.tensor_parallel_size;
+    const bool is_split = device == Device::kCuda && num_ranks > 1;
+    ModelFolder loaded = load_model_folder(folder, is_split ? Device::kCpu : device);
     const bool looks_up = given.prompt_lookup_min != 0 || given.prompt_lookup_max != 0;
     if (given.plain_decoding != 0 || looks_up) loaded.draft = nullptr;
+    if (is_split) split_folder(loaded, num_ranks);
     *engine = new paceline_engine(std::move(loaded), executor);
     return PACELINE_OK;
   });

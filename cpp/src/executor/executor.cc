@@ -83,6 +83,7 @@ struct Executor::Impl {
     std::unique_ptr<Runner> runner = make_runner(targets, drafts, layout, options, progress);
     workspace = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
+    rank_bytes = runner->rank_bytes();
     engine.emplace(engine_options(options, *target, draft.get()), layout, std::move(runner));
     if (options.gpu_memory_utilization > 0) {
       check_gpu_memory_use(options, cuda_status().total_bytes * options.tensor_parallel_size,
@@ -114,6 +115,7 @@ struct Executor::Impl {
   KvLayout layout;  // of each rank
   std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;
+  std::vector<Runner::RankBytes> rank_bytes;
   std::optional<Engine> engine;
 };
 
@@ -145,6 +147,17 @@ MemoryReport Executor::Impl::memory_report() {
                       .workspace = workspace,
                       .graph_bytes = graph_bytes};
   for (const auto& [purpose, bytes] : report.workspace) report.workspace_bytes += bytes;
+  for (size_t rank = 0; rank < rank_bytes.size(); ++rank) {
+    const bool is_on_gpu = target->device == Device::kCuda;
+    const Model* const own_draft = rank < drafts.size() ? drafts[rank].get() : nullptr;
+    report.ranks.push_back(
+        {.gpu = is_on_gpu ? targets[rank]->gpu : -1,
+         .target_weight_bytes = model_weight_bytes(is_on_gpu ? *targets[rank] : *target),
+         .draft_weight_bytes = own_draft != nullptr ? model_weight_bytes(*own_draft) : 0,
+         .kv_pool_bytes = layout.pool_bytes,
+         .workspace_bytes = rank_bytes[rank].workspace,
+         .graph_bytes = rank_bytes[rank].graphs});
+  }
   for (size_t g = 0; g < layout.groups.size(); ++g) {
     const KvGroup& group = layout.groups[g];
     report.groups.push_back({.owner = std::string(kv_owner_name(group.owner)),

@@ -228,6 +228,15 @@ std::map<std::string, int64_t, std::less<>> RankedRunner::workspace_bytes() cons
   return all;
 }
 
+std::vector<Runner::RankBytes> RankedRunner::rank_bytes() const {
+  std::vector<RankBytes> all;
+  for (const auto& runner : runners_) {
+    RankBytes& own = all.emplace_back(runner->rank_bytes().front());
+    own.workspace += group_->bytes() / group_->num_ranks();
+  }
+  return all;
+}
+
 int64_t RankedRunner::graph_bytes() const {
   int64_t bytes = 0;
   for (const auto& runner : runners_) bytes += runner->graph_bytes();

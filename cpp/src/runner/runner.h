@@ -99,6 +99,16 @@ class Runner {
   // Bytes of buffers other than weights and the KV pool, by purpose, and bytes of captured graphs.
   [[nodiscard]] virtual std::map<std::string, int64_t, std::less<>> workspace_bytes() const = 0;
   [[nodiscard]] virtual int64_t graph_bytes() const { return 0; }
+  // The sums of both, of each rank.
+  struct RankBytes {
+    int64_t workspace = 0;
+    int64_t graphs = 0;
+  };
+  [[nodiscard]] virtual std::vector<RankBytes> rank_bytes() const {
+    RankBytes own = {.graphs = graph_bytes()};
+    for (const auto& [purpose, bytes] : workspace_bytes()) own.workspace += bytes;
+    return {own};
+  }
 };
 
 }  // namespace paceline
