@@ -15,6 +15,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -99,12 +100,18 @@ class OncePerDevice {
   template <class Function>
   int32_t operator()(const Function& function) {
     const int32_t device = current_device();
-    std::call_once(once_.at(static_cast<size_t>(device)), function);
+    std::atomic<bool>& has_run = has_run_.at(static_cast<size_t>(device));
+    if (!has_run.load(std::memory_order_acquire)) {
+      const std::scoped_lock lock(mutex_);
+      if (!has_run.load(std::memory_order_relaxed)) function();
+      has_run.store(true, std::memory_order_release);
+    }
     return device;
   }
 
  private:
-  std::array<std::once_flag, kMaxCudaDevices> once_;
+  std::mutex mutex_;
+  std::array<std::atomic<bool>, kMaxCudaDevices> has_run_ = {};
 };
 
 }  // namespace paceline::cuda
