@@ -26,6 +26,7 @@ from paceline.stop_strings import StopStringFilter
 if TYPE_CHECKING:
     from paceline import _core
     from paceline.grammar import CompiledGrammar, Grammars
+    from paceline.receipts.maker import ReceiptForm
     from paceline.sampling import SamplingParams
 
 # In the engine's error of a sample that no token is left for.
@@ -49,6 +50,7 @@ class Request:
         grammars: Grammars | None = None,
         max_model_len: int | None = None,
         grammar: CompiledGrammar | None = None,
+        receipt: ReceiptForm | None = None,
     ) -> None:
         """Starts without output.
 
@@ -65,6 +67,7 @@ class Request:
             grammars: Of the model; None where `sampling` has no grammar.
             max_model_len: The length at which the engine ends the request; None = unknown.
             grammar: That of `sampling`, which the request keeps from being compiled again.
+            receipt: Makes the receipt; None = there is none.
         """
         self.index = index
         self.prompt = prompt
@@ -76,7 +79,10 @@ class Request:
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._grammar = grammar
+        self._receipt_form = receipt
+        self.receipt: dict[str, Any] | None = None  # once the output is finished
         # Set when the request is queued.
+        self.seed = 0  # of this sample
         self.request_id = ""
         self.queued_at = 0.0  # time.monotonic()
         self.is_aborted = False  # the caller has ended it
@@ -192,6 +198,9 @@ class Request:
         """Stores the last event, after `push`."""
         assert event.finish_reason is not None
         self.last_event = event
+        reason, _ = self.reasons
+        if self._receipt_form is not None and reason is not None and self.error is None:
+            self.receipt = self._receipt_form.fill(self.seed, self.token_ids, reason)
 
     @property
     def error(self) -> str | None:
@@ -249,6 +258,7 @@ class Request:
             cumulative_logprob=self._cumulative_logprob(),
             index=self.sample,
             token_sources=None if self.token_sources is None else list(self.token_sources),
+            receipt=self.receipt,
         )
 
     def _cumulative_logprob(self) -> float | None:
@@ -328,6 +338,7 @@ class RequestGroup:
             text_offsets=request.text_offsets[num_before:],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            receipt=request.receipt,
         )
 
     def is_to_cancel(self, sample: int) -> bool:
