@@ -320,6 +320,14 @@ def edited(receipt: Receipt, *path: str, value: Any = ...) -> Receipt:
     return made
 
 
+def nested(depth: int) -> list[Any]:
+    """Lists in lists."""
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
 BAD: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "another version": (("paceline_receipt",), 2, "is 2; this version of Paceline reads 1"),
     "no version": (("paceline_receipt",), True, "is True; this version"),
@@ -332,14 +340,20 @@ BAD: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "chain": (("chain", "last"), "0" * 63, "chain is"),
     "seed": (("seed",), 7, "seed is 7"),
     "large seed": (("seed",), str(2**64), "seed is '18446744073709551616'"),
-    "weights": (("model", "weights"), "sha1:0", "model is"),
-    "dtype": (("model", "dtype"), "float8", "model is"),
+    "weights": (("model", "weights"), "sha1:0", "weights is 'sha1:0'; allowed: a digest after"),
+    "dtype": (("model", "dtype"), "float8", "dtype is 'float8'"),
+    "model": (("model",), [], "model is []; allowed: an object with 'weights'"),
     "digest": (("digests", "prompt"), None, "digests is"),
     "no prompt": (("digests", "prompt"), ..., "digests is"),
     "sampling": (("sampling", "beam_width"), 4, "sampling is"),
     "max_tokens": (("sampling", "max_tokens"), 0, "max_tokens is 0"),
     "temperature": (("sampling", "temperature"), -1, "temperature is -1"),
-    "not a number": (("sampling", "temperature"), float("nan"), "temperature is nan"),
+    "not a number": (
+        ("sampling", "temperature"),
+        float("nan"),
+        "is infinite or none",
+    ),
+    "depth": (("sampling", "top_k"), nested(700), "nested too deeply"),
     "stop tokens": (("sampling", "stop_token_ids"), [0] * 9, "stop_token_ids has 9"),
     "length": (("max_model_len",), 0, "max_model_len is 0"),
     "runtime": (("runtime",), "x" * 256, "runtime is"),
@@ -347,7 +361,7 @@ BAD: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "input": (("inputs", "text"), "a", "inputs is"),
     "token beyond": (("inputs", "prompt"), [10**6], "1000000"),
     "too long": (("inputs", "prompt"), [5] * 5000, "max_model_len"),
-    "model": (("model", "config"), "0" * 64, "another model: its config"),
+    "another config": (("model", "config"), "0" * 64, "another model: its config"),
     "tokenizer": (("model", "tokenizer"), None, "another model: its tokenizer"),
     "another dtype": (("model", "dtype"), "bfloat16", "give --dtype bfloat16"),
 }

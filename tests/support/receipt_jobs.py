@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,45 @@ def first_difference(edit: Edit, tokens: Sequence[int], finish_reason: str | Non
     if len(ours) != len(tokens):
         return min(len(ours), len(tokens))
     return None if finish_reason == edit.receipt["finish_reason"] else len(ours)
+
+
+#: What hostile receipts have in place of values.
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**64, 10**30, 1.5, 1e308, float("nan"), float("inf")),
+    *("", "a", "0" * 64, f"files:{'0' * 64}", "9" * 5000, "\ud800"),
+    *([], {}, [0], [[0]], [[0, 1]], [None], {"a": 1}, {"regex": "("}, {"json": "{"}),
+)
+
+
+def hostile(rng: random.Random, receipt: Receipt) -> Any:
+    """A receipt with one to three values that are missing, added or nonsense; with a chain of its
+    own, where that can be made."""
+    made = copy.deepcopy(receipt)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        inner, key = rng.choice(list(_places(made)) or [(made, "tokens")])
+        chance = rng.random()
+        if chance < 0.15:
+            inner.pop(key, None) if isinstance(inner, dict) else inner.pop(key)
+        elif chance < 0.25 and isinstance(inner, dict):
+            inner[rng.choice(("grammar", "stop", "min_tokens", "zz"))] = rng.choice(HOSTILE)
+        else:
+            inner[key] = copy.deepcopy(rng.choice(HOSTILE))
+    if rng.random() < 0.4:
+        with contextlib.suppress(Exception):
+            made["chain"] = chain_of(made)
+    return made
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every key of an object and the first three of lists, at all levels."""
+    keys: Iterable[Any] = ()
+    if isinstance(value, dict):
+        keys = list(value)
+    elif isinstance(value, list):
+        keys = range(min(len(value), 3))
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
 
 
 def flip_weight(folder: Path, rng: random.Random) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from paceline.checks import did_you_mean, parse_json, shorten
+from paceline.checks import did_you_mean, parse_json, quoted, shorten
 from paceline.limits import MAX_INT, MAX_SEED
 from paceline.receipts.digests import FILES, MEMORY, canonical, digest
 
@@ -197,9 +197,15 @@ def check_receipt(value: Any) -> Receipt:
     for key in allowed:
         if key not in value and key != "inputs":
             raise ReceiptError(f"{key} is missing; the receipt was cut off or edited: {_CURE}")
+    try:
+        canonical(value)
+    except (ValueError, RecursionError):
+        raise ReceiptError(
+            f"a number is infinite or none, or it is nested too deeply; it was edited: {_CURE}"
+        ) from None
     _check_header(value)
     _check(_is_ids(value["tokens"]), value, "tokens", "a list of token ids")
-    _check(value["finish_reason"] in FINISH_REASONS, value, "finish_reason", str(FINISH_REASONS))
+    _check(value["finish_reason"] in FINISH_REASONS, value, "finish_reason", quoted(FINISH_REASONS))
     chain = value["chain"]
     is_chain = isinstance(chain, dict) and set(chain) == {"first", "last"}
     _check(is_chain and all(map(_is_hex, chain.values())), value, "chain", "two digests")
@@ -214,25 +220,25 @@ def _check_header(value: dict[str, Any]) -> None:
     for key in ("max_model_len", "num_prompt_tokens"):
         _check(_is_id(value[key]) and value[key] > 0, value, key, "a positive integer")
     model = value["model"]
-    _check(isinstance(model, dict) and set(model) == set(MODEL), value, "model", f"keys {MODEL}")
-    is_whole = (
-        isinstance(model["weights"], str)
-        and _WEIGHTS.fullmatch(model["weights"])
-        and _is_hex(model["config"])
-        and model["dtype"] in ("float32", "bfloat16")
-        and all(model[key] is None or _is_hex(model[key]) for key in ("tokenizer", "template"))
-    )
-    _check(bool(is_whole), value, "model", "digests, and the dtype float32 or bfloat16")
+    is_model = isinstance(model, dict) and set(model) == set(MODEL)
+    _check(is_model, value, "model", f"an object with {quoted(MODEL)}")
+    is_weights = isinstance(model["weights"], str) and _WEIGHTS.fullmatch(model["weights"])
+    _check(bool(is_weights), model, "weights", f"a digest after {FILES!r} or {MEMORY!r}")
+    _check(_is_hex(model["config"]), model, "config", "a digest")
+    _check(model["dtype"] in ("float32", "bfloat16"), model, "dtype", "'float32', 'bfloat16'")
+    for key in ("tokenizer", "template"):
+        _check(model[key] is None or _is_hex(model[key]), model, key, "a digest, or null")
     digests = value["digests"]
     is_digests = isinstance(digests, dict) and "prompt" in digests and set(digests) <= set(INPUTS)
-    _check(is_digests and all(map(_is_hex, digests.values())), value, "digests", f"of {INPUTS}")
+    allowed = f"an object with 'prompt' and maybe others of {quoted(INPUTS)}"
+    _check(is_digests and all(map(_is_hex, digests.values())), value, "digests", allowed)
     sampling = value["sampling"]
     needed = {"temperature", "max_tokens", "stop_token_ids"}
     _check(
         isinstance(sampling, dict) and needed <= set(sampling) <= set(SAMPLING),
         value,
         "sampling",
-        f"parameters of {SAMPLING}",
+        f"an object with {quoted(sorted(needed))} and maybe others of {quoted(SAMPLING)}",
     )
     most = sampling["max_tokens"]
     _check(most is None or (_is_id(most) and most > 0), sampling, "max_tokens", "1 or more")
@@ -251,7 +257,7 @@ def check_inputs(inputs: Any) -> dict[str, Any]:
     """
     if not isinstance(inputs, dict) or not set(inputs) <= set(INPUTS):
         raise ReceiptError(
-            f"inputs is {shorten(inputs)}; allowed: an object with some of the keys {INPUTS}"
+            f"inputs is {shorten(inputs)}; allowed: an object with some of {quoted(INPUTS)}"
         )
     if "prompt" in inputs and not (_is_ids(inputs["prompt"]) and inputs["prompt"]):
         raise ReceiptError(

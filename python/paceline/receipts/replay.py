@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from paceline.checks import shorten
 from paceline.limits import MAX_INT
+from paceline.outputs import RequestError
 from paceline.receipts.digests import MEMORY, digest, weights_digest
 from paceline.receipts.receipt import (
     INPUTS,
@@ -352,7 +353,10 @@ def _margin(llm: LLM, before: list[int], upper: int, lower: int) -> float | None
         return None
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": [*before, token]} for token in (upper, lower)]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    except RequestError:  # the logits are not finite
+        return None
     found = []
     for output, token in zip(outputs, (upper, lower), strict=True):
         last = output.prompt_logprobs[-1] if output.prompt_logprobs else None

@@ -23,7 +23,7 @@ import tiny_models
 from paceline import LLM
 from paceline.receipts.replay import Inputs, Verdict, verify
 from paceline.replicas.replicated_llm import start_replicas
-from receipt_jobs import Asked, first_difference, flip_weight, random_edit, run, target_dir
+from receipt_jobs import Asked, first_difference, flip_weight, hostile, random_edit, run, target_dir
 
 SEED = int(os.environ.get("PACELINE_SEED", "20261128"))
 LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
@@ -148,6 +148,24 @@ def test_edited_receipts_are_found_at_the_right_position(plain: LLM, asked: list
             assert edit.kind not in ("token", "cut", "added"), name
         seen[edit.kind] += 1
     assert set(seen) == {"token", "cut", "added", "seed", "temperature", "penalty"}
+
+
+def test_hostile_receipts_have_one_verdict_each(plain: LLM, asked: list[Asked]) -> None:
+    """Nothing that a receipt says ends the verification of the others."""
+    rng = random.Random(f"{SEED} hostile")
+    whole = [one.receipt for one in asked if "inputs" in one.receipt]
+    seen: Counter[str] = Counter()
+    for _ in range(NUM_EDITS // 50):
+        receipts = [hostile(rng, rng.choice(whole)) for _ in range(49)]
+        verdicts = verdicts_of(plain, [*receipts, whole[0]], [])
+        assert verdicts[-1].verdict == "equal", f"seed {SEED}: {verdicts[-1]}"
+        for receipt, verdict in zip(receipts, verdicts, strict=False):
+            seen[verdict.verdict] += 1
+            error = verdict.error or ""
+            assert (verdict.verdict == "refused") == (len(error) > 10), f"{verdict}: {receipt}"
+            assert "\n" not in str(verdict)
+    assert seen["refused"] > NUM_EDITS / 2
+    assert min(seen["equal"], seen["different"], seen["edited"]) > 0
 
 
 def test_one_bit_of_the_weights_is_another_model(asked: list[Asked], tmp_path: Path) -> None:
