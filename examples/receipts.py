@@ -11,7 +11,7 @@ import copy
 
 from paceline import LLM, SamplingParams
 from paceline.demo import find_demo
-from paceline.receipts.replay import verify
+from paceline.receipts import verify
 
 PROMPTS = ["class Stack:", "def read_lines(path):"]
 

@@ -169,6 +169,11 @@ def test_an_aborted_output_is_compared_until_its_end(small: LLM) -> None:
     assert verdict.verdict == "equal" and "only the tokens until then" in verdict.notes[0]
     receipt["tokens"][-1] ^= 1
     assert verdict_of(small, receipt).position == len(receipt["tokens"]) - 1
+    # It may have ended before its first token.
+    receipt["tokens"] = []
+    receipt["chain"] = chain_of(receipt)
+    verdict = verdict_of(small, receipt)
+    assert (verdict.verdict, verdict.num_tokens) == ("equal", 0)
 
 
 # ---- digests of weights ------------------------------------------------------------------------
