@@ -133,6 +133,16 @@ def test_each_sample_has_the_seed_with_which_it_is_replayed(small: LLM) -> None:
     assert {verdict_of(small, one).verdict for one in receipts} == {"equal"}
 
 
+def test_receipts_share_nothing(small: LLM) -> None:
+    outputs = small.generate(PROMPT, replace(PARAMS, n=2))[0].outputs
+    one, other = (output.receipt for output in outputs)
+    assert one is not None
+    before = copy.deepcopy(other)
+    for key in ("model", "digests", "sampling", "inputs"):
+        one[key].clear()
+    assert other == before and receipt_of(small)["model"] == other["model"]
+
+
 def test_streams_have_receipts_in_the_last_chunk(small: LLM) -> None:
     whole = receipt_of(small)
     chunks = list(small.stream(PROMPT, PARAMS))
@@ -442,6 +452,10 @@ def test_receipts_are_found_in_files(small: LLM) -> None:
     response = {"choices": [{"x_receipt": 1}, {}, {"x_receipt": 2}]}
     assert list(read_receipts("a", json.dumps(response))) == [("a choice 0", 1), ("a choice 2", 2)]
     assert list(read_receipts("a", '{"x_receipt": 3}')) == [("a", 3)]
+    assert [name for name, _ in read_receipts("a.jsonl", f"\n{receipt}")] == ["a.jsonl:2"]
+    assert list(read_receipts("a", "[]")) == [("a", [])]
+    ((name, error),) = read_receipts("a.jsonl", "\n")
+    assert name == "a.jsonl" and isinstance(error, ReceiptError)
     for text in (receipt[:-9], "", "{", "[" * 100_000, "1" * 5000):
         ((_, error),) = read_receipts("a", text)
         assert isinstance(error, ReceiptError) and "cut off" in str(error)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from paceline.loader.weight_files import FileStamp
 
 if TYPE_CHECKING:
     from paceline.loader import LoadedModel
+
+_logger = logging.getLogger("paceline")
 
 # Of the digest of weights: it is one of files, or one of the values in memory.
 FILES: Final = "files:"
@@ -107,6 +110,7 @@ def _file_digest(stamp: FileStamp) -> str:
     found = _read_entry(entry, stamp)
     if found is not None:
         return found
+    _logger.info("%s: computing the SHA-256 of %.1f MB for receipts", stamp.path, stamp.size / 1e6)
     try:
         with stamp.path.open("rb") as file:
             value = hashlib.file_digest(file, "sha256").hexdigest()

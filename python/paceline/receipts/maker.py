@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import os
@@ -212,13 +213,14 @@ class ReceiptForm:
         """
         if self._receipts.num_updates != self._num_updates:
             return None
+        # Copies, because receipts belong to the caller, and these are those of other receipts, too.
         receipt = {
-            **self._header,
+            **{key: copy.copy(value) for key, value in self._header.items()},
             "seed": str(seed),
             "tokens": list(token_ids),
             "finish_reason": finish_reason,
         }
         receipt["chain"] = chain_of(receipt)
         if self._inputs is not None:
-            receipt["inputs"] = self._inputs
+            receipt["inputs"] = {name: copy.copy(value) for name, value in self._inputs.items()}
         return receipt

@@ -124,10 +124,11 @@ def read_receipts(name: str, text: str) -> Iterator[tuple[str, Any]]:
         The name of each receipt and its value, or a `ReceiptError` in place of the value.
     """
     stripped = text.strip()
-    lines = stripped.splitlines()
-    is_listed = len(lines) > 1 and stripped[0] == "{" and lines[0].rstrip().endswith("}")
-    if is_listed or name.endswith(".jsonl"):
-        for number, line in enumerate(text.splitlines(), start=1):
+    lines = text.split("\n")
+    first = stripped.partition("\n")[0].rstrip()
+    is_listed = first.startswith("{") and first.endswith("}") and first != stripped
+    if stripped and (is_listed or name.endswith(".jsonl")):
+        for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield from _read_one(f"{name}:{number}", line)
     else:
@@ -144,28 +145,24 @@ def _read_one(name: str, text: str) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
         yield name, ReceiptError(f"{error}; it may be cut off: {_CURE}")
         return
-    yield from _find(name, value)
-
-
-def _find(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The receipts in a value: itself, the elements of a list, or those in a response."""
-    found = []
-    if isinstance(value, list):
-        found = [(f"{name}[{index}]", one) for index, one in enumerate(value)]
-    elif isinstance(value, dict) and VERSION_KEY not in value:
-        if RESPONSE_KEY in value:
-            found = [(name, value[RESPONSE_KEY])]
-        choices = value.get("choices")
-        for index, choice in enumerate(choices if isinstance(choices, list) else []):
-            if isinstance(choice, dict) and choice.get(RESPONSE_KEY) is not None:
-                found.append((f"{name} choice {index}", choice[RESPONSE_KEY]))
-    if not found:
-        yield name, value
-    elif isinstance(value, list):
-        for inner, one in found:
-            yield from ((inner, one),) if isinstance(one, list) else _find(inner, one)
+    if isinstance(value, list) and value:
+        for index, one in enumerate(value):
+            yield from _of_response(f"{name}[{index}]", one)
     else:
-        yield from found
+        yield from _of_response(name, value)
+
+
+def _of_response(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The receipts in a response of the server; another value is taken for a receipt."""
+    found = []
+    if isinstance(value, dict) and VERSION_KEY not in value:
+        if RESPONSE_KEY in value:
+            found.append((name, value[RESPONSE_KEY]))
+        choices = value.get("choices")
+        for index, choice in enumerate(choices if isinstance(choices, list) else ()):
+            if isinstance(choice, dict) and RESPONSE_KEY in choice:
+                found.append((f"{name} choice {index}", choice[RESPONSE_KEY]))
+    yield from found or [(name, value)]
 
 
 def check_receipt(value: Any) -> Receipt:
