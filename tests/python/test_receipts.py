@@ -8,6 +8,8 @@ import copy
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -502,6 +504,18 @@ def test_generate_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert verdicts[4]["name"] == f"{path}:5" and "cut off" in verdicts[4]["error"]
     assert cli.main([*verifying, "-q"]) == EXIT_DIFFERENT
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_verify_reads_standard_input(small: LLM) -> None:
+    command = [sys.executable, "-m", "paceline", "verify", "-", "--model", str(target_dir())]
+    receipt = shown(receipt_of(small))
+    done = subprocess.run(command, input=receipt, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (EXIT_OK, "standard input: equal, 12 tokens\n")
+    done = subprocess.run(command, input="", capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_UNVERIFIED and "standard input: refused" in done.stdout
+    with open("/dev/zero") as endless:
+        done = subprocess.run(command, stdin=endless, capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_USAGE and "/dev/stdin is a device" in done.stderr
 
 
 def test_verify_refuses_bad_arguments(

@@ -7,7 +7,6 @@ import argparse
 import collections
 import contextlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -86,11 +85,11 @@ def _read(name: str) -> list[tuple[str, Any]]:
     from paceline.receipts.receipt import ReceiptError, read_receipts
 
     try:
-        if name == "-":
-            text = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1).decode("utf-8")
-            return list(read_receipts("standard input", text))
         path = Path(check_path("RECEIPT", name, "a file with receipts"))
-        return list(read_receipts(name, read_text_file(path, MAX_PROMPT_BYTES)))
+        shown = name
+        if name == "-":
+            path, shown = Path("/dev/stdin"), "standard input"
+        return list(read_receipts(shown, read_text_file(path, MAX_PROMPT_BYTES)))
     except UnicodeDecodeError as error:
         reason = f"it is not UTF-8 at byte {error.start}; allowed: the JSON of receipts"
         return [(name, ReceiptError(reason))]
