@@ -374,8 +374,9 @@ def pages() -> list[Page]:
         "python",
         "Python reference: other modules",
         "`paceline.loader` reads checkpoints without starting an engine ([loading](loading.md)). "
-        "`paceline.ray` is the Ray Serve application ([replicas](replicas.md#ray-serve)). This "
-        "page is made from the docstrings.",
-        [_group(name, name) for name in ("paceline.loader", "paceline.ray")],
+        "`paceline.receipts` verifies receipts ([receipts](receipts.md)). `paceline.ray` is the "
+        "Ray Serve application ([replicas](replicas.md#ray-serve)). This page is made from the "
+        "docstrings.",
+        [_group(name, name) for name in ("paceline.loader", "paceline.receipts", "paceline.ray")],
     )
     return [main, modules]

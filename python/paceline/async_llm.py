@@ -375,7 +375,8 @@ class AsyncLLM:
                 factory.set_seeds(requests, first)
                 return requests
 
-            return Plan(prepare, params.structured_outputs)
+            compute = factory.receipts.facts if params.receipt else None
+            return Plan(prepare, params.structured_outputs, compute)
 
         return number, request_id
 

@@ -38,10 +38,12 @@ class Plan:
     Attributes:
         prepare: Makes its samples in a worker thread. Takes the compiled grammar; None without one.
         structured: What its output must look like; None if it is free.
+        compute_digests: Computes what its receipt says of the model; None without a receipt.
     """
 
     prepare: Callable[[CompiledGrammar | None], list[Request]]
     structured: StructuredOutputsParams | None
+    compute_digests: Callable[[], object] | None
 
 
 class AsyncStream(AsyncIterator[_T], Generic[_T]):
@@ -165,6 +167,8 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         grammar = None
         if plan.structured is not None:
             grammar = await session.grammars.compile(plan.structured)
+        if plan.compute_digests is not None:  # the first time takes seconds, for large models
+            await loop.run_in_executor(None, plan.compute_digests)
         await loop.run_in_executor(
             session.workers, lambda: session.start(feed, plan.prepare(grammar))
         )

@@ -1,6 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `paceline generate | chat | convert | serve | bench | doctor`.
+"""The command line: `paceline generate | chat | convert | serve | verify | bench | doctor`.
 
 EXIT_CODES has the exit codes. Every error is one line on standard error.
 """
@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 
 from paceline.bench import cli as bench
 from paceline.checks import MODEL, check_choice, check_path, check_revision, did_you_mean, shorten
-from paceline.commands import chat, generate, serve
+from paceline.commands import chat, generate, serve, verify
 from paceline.commands.environment import check_environment
 from paceline.commands.flag_names import with_flags
 from paceline.commands.flags import add_command
@@ -130,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_parser(commands)
     add_command(commands, "convert", _run_convert)
     serve.add_parser(commands)
+    verify.add_parser(commands)
     bench.add_parser(commands)
     add_command(commands, "doctor", _run_doctor)
     return parser

@@ -26,6 +26,8 @@ EXIT_MODEL: Final = 3
 EXIT_DEVICE: Final = 4
 EXIT_OUT_OF_MEMORY: Final = 5
 EXIT_SELF_CHECK: Final = 6
+EXIT_DIFFERENT: Final = 7
+EXIT_UNVERIFIED: Final = 8
 # Of a signal: 128 + its number.
 EXIT_HUNG_UP: Final = 128 + signal.SIGHUP
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
@@ -41,6 +43,8 @@ exit codes:
   4    device
   5    out of memory
   6    a self-check failed
+  7    an output is not the one that its receipt says, or the receipt was edited
+  8    a receipt cannot be verified, and none is as above
   129  the terminal closed (SIGHUP)
   130  interrupted (Ctrl-C, SIGINT)
   141  the reader of standard output closed it (no message)

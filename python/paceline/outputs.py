@@ -64,6 +64,10 @@ class CompletionOutput:
 
             None otherwise. The tokens depend on the seed alone, their sources also on k and on
             preemption.
+        receipt: With `SamplingParams.receipt`, plain JSON types that name the model, the request
+            and the tokens, and from which `paceline verify` replays the output (docs/receipts.md).
+            None otherwise, while the completion is not finished, if it failed, and if
+            `update_weights` has replaced the weights since the request was made.
     """
 
     text: str
@@ -74,6 +78,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     index: int = 0
     token_sources: list[TokenSource] | None = None
+    receipt: dict[str, Any] | None = None
 
     def finished(self) -> bool:
         """Returns whether the completion is finished."""
@@ -203,6 +208,7 @@ class StreamChunk:
         finish_reason: In the last chunk of the output, as in `CompletionOutput`. None in all other
             chunks.
         stop_reason: Likewise.
+        receipt: Likewise.
     """
 
     index: int
@@ -218,6 +224,7 @@ class StreamChunk:
     text_offsets: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    receipt: dict[str, Any] | None = None
 
     @property
     def token_sources(self) -> list[TokenSource]:

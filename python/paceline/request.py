@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline import _core
     from paceline.capture import Capture
     from paceline.grammar import CompiledGrammar, Grammars
+    from paceline.receipts.maker import ReceiptForm
     from paceline.sampling import SamplingParams
 
 # In the engine's error of a sample that no token is left for.
@@ -53,6 +54,7 @@ class Request:
         grammar: CompiledGrammar | None = None,
         drafter: str | None = None,
         capture: Capture | None = None,
+        receipt: ReceiptForm | None = None,
     ) -> None:
         """Starts without output.
 
@@ -71,6 +73,7 @@ class Request:
             grammar: That of `sampling`, which the request keeps from being compiled again.
             drafter: The method that drafts; None without speculative decoding.
             capture: Takes the request when it has ended; None = nothing does.
+            receipt: Makes the receipt; None = there is none.
         """
         self.index = index
         self.prompt = prompt
@@ -84,7 +87,10 @@ class Request:
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._grammar = grammar
+        self._receipt_form = receipt
+        self.receipt: dict[str, Any] | None = None  # once the output is finished
         # Set when the request is queued.
+        self.seed = 0  # of this sample
         self.request_id = ""
         self.queued_at = 0.0  # time.monotonic()
         self.is_aborted = False  # the caller has ended it
@@ -203,6 +209,9 @@ class Request:
         """Stores the last event, after `push`."""
         assert event.finish_reason is not None
         self.last_event = event
+        reason, _ = self.reasons
+        if self._receipt_form is not None and reason is not None and self.error is None:
+            self.receipt = self._receipt_form.fill(self.seed, self.token_ids, reason)
 
     @property
     def error(self) -> str | None:
@@ -260,6 +269,7 @@ class Request:
             cumulative_logprob=self._cumulative_logprob(),
             index=self.sample,
             token_sources=None if self.token_sources is None else list(self.token_sources),
+            receipt=self.receipt,
         )
 
     def _cumulative_logprob(self) -> float | None:
@@ -346,6 +356,7 @@ class RequestGroup:
             text_offsets=request.text_offsets[num_before:],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            receipt=request.receipt,
         )
 
     def is_to_cancel(self, sample: int) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.grammar import CompiledGrammar
     from paceline.loader import LoadedModel
     from paceline.loader.tokenizer import TokenizerInfo
+    from paceline.receipts.maker import Receipts
     from paceline.sampling import SamplingParams
 
 _Queued = TypeVar("_Queued")
@@ -42,6 +43,7 @@ class RequestFactory:
         num_speculative_tokens: int,
         seed: int,
         drafter: str | None = None,
+        receipts: Receipts,
     ) -> None:
         """Starts with number 0.
 
@@ -52,6 +54,7 @@ class RequestFactory:
             num_speculative_tokens: k; 0 without a drafter.
             seed: Base seed for requests without a seed.
             drafter: The method that drafts; None without one.
+            receipts: Makes the receipts.
         """
         self.capture: Capture | None = None  # of the requests that are prepared from now on
         self._target = target
@@ -60,6 +63,7 @@ class RequestFactory:
         self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
         self._drafter = drafter
+        self.receipts = receipts
         self.grammars = Grammars(target)
         self._numbering = threading.Lock()
         self._num_outputs = 0  # of the requests so far
@@ -102,7 +106,8 @@ class RequestFactory:
             if param.structured_outputs is not None:
                 compiled = grammar or self.grammars.compile(param.structured_outputs)
                 arguments["grammar"] = compiled.text
-            checked.append((text, token_ids, param, arguments, compiled))
+            receipt = self.receipts.form(param, arguments, token_ids) if param.receipt else None
+            checked.append((text, token_ids, param, arguments, compiled, receipt))
         # Shared by all requests of the call, so that a token is decoded once.
         logprobs = LogprobReader(self._target.tokenizer)
         return [
@@ -117,11 +122,12 @@ class RequestFactory:
                 grammars=self.grammars,
                 max_model_len=self._max_model_len,
                 grammar=compiled,
+                receipt=receipt,
                 sample=sample,
                 drafter=self._drafter,
                 capture=self.capture,
             )
-            for index, (text, token_ids, param, sampling, compiled) in enumerate(checked)
+            for index, (text, token_ids, param, sampling, compiled, receipt) in enumerate(checked)
             for sample in range(param.n)
         ]
 
@@ -150,12 +156,13 @@ class RequestFactory:
 
     def set_seeds(self, requests: Sequence[Request], first_number: int) -> None:
         """Gives requests without a seed the seeds that their numbers determine."""
+        seed = 0
         for number, request in enumerate(requests, first_number):
             if request.sample == 0:
-                seed = request.params.seed
-                if seed is None:
-                    seed = (self._seed * 2**32 + number) & MAX_SEED
+                given = request.params.seed
+                seed = (self._seed * 2**32 + number) & MAX_SEED if given is None else given
                 request.sampling = {**request.sampling, "seed": seed}
+            request.seed = (seed + request.sample) & MAX_SEED
 
 
 def make_detokenizer(

@@ -22,6 +22,7 @@ from paceline.loader import LoadedModel, check_compatible
 from paceline.loader.block_kinds import num_block_drafts
 from paceline.metrics import Metric, metrics
 from paceline.prompt_values import check_layers, patient_hidden_states
+from paceline.receipts.maker import Receipts
 from paceline.reports import (
     capabilities,
     engine_stats,
@@ -119,8 +120,12 @@ class RunningEngine:
         speculative: SpeculativeConfig | None,
         *,
         max_model_len: int,
+        device: str | None = None,
     ) -> None:
-        """Sets what an engine's requests are made with, all but the engine."""
+        """Sets what an engine's requests are made with, all but the engine.
+
+        `device` is the class of the device of engines in other processes.
+        """
         self.config = config
         self.speculative_config = speculative
         self.target = target
@@ -134,6 +139,13 @@ class RunningEngine:
             num_speculative_tokens=self._num_speculative_tokens or 0,
             seed=config.seed,
             drafter=None if speculative is None else speculative.method,
+            receipts=Receipts(
+                target,
+                self._chat_templates,
+                speculative,
+                max_model_len=max_model_len,
+                device=device,
+            ),
         )
 
     # ---- reports -------------------------------------------------------------------------------

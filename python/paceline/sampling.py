@@ -7,7 +7,7 @@ import dataclasses
 import numbers
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Never
+from typing import Any, Final, Literal, Never
 
 from paceline import limits
 from paceline.checks import (
@@ -20,6 +20,9 @@ from paceline.checks import (
     wrong_value,
 )
 from paceline.structured_outputs import StructuredOutputsParams
+
+#: The value of `SamplingParams.receipt` for a receipt that shows its inputs.
+WITH_TEXT: Final = "with_text"
 
 # Stop strings are matched in Python.
 MAX_STOP_STRINGS: Final = 16
@@ -74,6 +77,9 @@ class SamplingParams:
             likely tokens at its position, at most the LLM's `max_logprobs`. They are computed from
             the raw logits, before all parameters above. 0 = only the output token; None = none.
         prompt_logprobs: The same for the tokens of the prompt, except the first.
+        receipt: Return a receipt of each output, with which `paceline verify` replays it; see
+            `CompletionOutput.receipt`. True = with digests of the prompt and of other texts,
+            "with_text" = with these themselves, as token ids.
         detokenize: Convert the output to text. False = `text` is empty, which saves time where only
             `token_ids` are needed. Not allowed with `stop`.
         skip_special_tokens: Leave special tokens out of the text.
@@ -114,6 +120,7 @@ class SamplingParams:
     seed: Final[int | None]
     logprobs: Final[int | None]
     prompt_logprobs: Final[int | None]
+    receipt: Final[bool | Literal["with_text"]]
     detokenize: Final[bool]
     skip_special_tokens: Final[bool]
     spaces_between_special_tokens: Final[bool]
@@ -144,6 +151,7 @@ class SamplingParams:
         seed: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        receipt: bool | Literal["with_text"] = False,
         detokenize: bool = True,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
@@ -191,6 +199,7 @@ class SamplingParams:
             "seed": None if seed is None else check_int("seed", seed, 0, limits.MAX_SEED),
             "logprobs": _check_num_logprobs("logprobs", logprobs),
             "prompt_logprobs": _check_num_logprobs("prompt_logprobs", prompt_logprobs),
+            "receipt": _check_receipt(receipt),
             "detokenize": check_bool("detokenize", detokenize),
             "skip_special_tokens": check_bool("skip_special_tokens", skip_special_tokens),
             "spaces_between_special_tokens": check_bool(
@@ -274,6 +283,12 @@ def _check_min_tokens(value: Any, max_tokens: int | None) -> int:
             "or a larger max_tokens"
         )
     return min_tokens
+
+
+def _check_receipt(value: Any) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value == WITH_TEXT):
+        return value
+    raise wrong_value("receipt", value, f"True, False or {WITH_TEXT!r}")
 
 
 def _check_num_logprobs(name: str, value: Any) -> int | None:

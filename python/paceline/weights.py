@@ -167,8 +167,15 @@ def update_weights(
         updates.append((draft.model, _named_tensors(opened)))
         tensors += opened.tensors
         new_draft = _renewed(draft, opened)
+
+    def update() -> None:
+        _core.update_models(updates)
+        target.weights.replace()
+        if draft_state_dict is not None and draft is not None:
+            draft.weights.replace()
+
     try:
-        num_requests = executor.while_idle(lambda: _core.update_models(updates))
+        num_requests = executor.while_idle(update)
     except ValueError as error:
         raise value_error(error, tensors) from None
     if num_requests > 0:

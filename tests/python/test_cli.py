@@ -219,6 +219,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         *("detokenize", "spaces_between_special_tokens", "structured_outputs"),  # for programs
         "num_speculative_tokens",  # the option of this name is that of the engine
         "return_token_sources",  # --color shows them
+        "receipt",  # --receipts
     }
     args = cli.build_parser().parse_args(["generate", "a"])
     assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=64, seed=0)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,23 @@ def test_chart_refuses_a_comparison_without_one_engine() -> None:
     del data["pairs"][0]["rows"][2]["vllm_ms"]
     with pytest.raises(ValueError, match="GPT-OSS-20B has no figures of vLLM at c = 64"):
         chart.draw(data)
+
+
+def test_picture_of_receipts_is_that_of_the_data() -> None:
+    picture = load("verify_picture")
+    data = json.loads(picture.DATA.read_text())
+    drawn = picture.draw(data)
+    assert drawn == picture.PICTURE.read_text(), "run: python docs/scripts/verify_picture.py"
+    root = ElementTree.fromstring(drawn)
+    for text in (e for e in root.iter() if e.tag.endswith("}text")):
+        right = picture.MARGIN + picture.CHARACTER * len(text.text or "")
+        assert right <= float(root.attrib["width"]) - picture.MARGIN
+    # The commands still print this; tokens and margins are those of one kind of processor.
+    recorded = picture.record()
+    assert re.sub(r"[\d.-]+", "#", json.dumps(recorded)) == re.sub(
+        r"[\d.-]+", "#", json.dumps(data)
+    )
+    assert [step.get("exit_code") for step in recorded["steps"]] == [0, 0, None, 7]
 
 
 def test_generated_parts_are_up_to_date(tables: Any) -> None:

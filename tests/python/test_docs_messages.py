@@ -85,6 +85,17 @@ def pickled_mask(folder: Path) -> None:
     llm(speculative_config=drafted(head))
 
 
+def receipt_of_drafts() -> None:
+    """Asks for a receipt of an output that depends on drafts."""
+    config = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "standard",
+    }
+    with llm(speculative_config=config) as engine:
+        engine.generate("x", SamplingParams(receipt=True))
+
+
 def closed() -> None:
     engine = llm()
     engine.close()
@@ -158,6 +169,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "nested_key": lambda folder: llm(
         speculative_config={"method": "ngram", "num_speculative_tokens": 3, "draft_driver": "while"}
     ),
+    "receipt": lambda folder: receipt_of_drafts(),
     "no_cuda": lambda folder: llm(device="cuda"),
     "no_k": lambda folder: llm(speculative_config={"model": str(DRAFT)}),
     "no_server": lambda folder: without_server_packages(),

@@ -20,6 +20,7 @@ PRINTED = {
     "chat.py": "assistant> ",
     "eagle3.py": "the tokens of plain decoding",
     "ngram_edit.py": "tokens per iteration",
+    "receipts.py": "edited: different, first at token 5: ",
     "stream.py": "--- first token after",
     "torch_weights.py": "largest difference from torch: ",
 }

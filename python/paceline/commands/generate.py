@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline.checks import check_path
 from paceline.commands.colors import TokenColors, legend, wants_color
 from paceline.commands.flags import add_command
 from paceline.commands.options import (
@@ -47,6 +50,7 @@ def add_parser(commands: Any) -> None:
 def _run_generate(args: argparse.Namespace) -> int:
     from paceline.llm import LLM
     from paceline.logprobs import needed_max_logprobs
+    from paceline.sampling import WITH_TEXT
     from paceline.speculative_config import SpeculativeConfig
 
     show_text = not args.json
@@ -55,10 +59,15 @@ def _run_generate(args: argparse.Namespace) -> int:
     for option, value in (("--system", args.system), ("--chat-template", args.chat_template)):
         if value is not None and not args.chat:
             raise ValueError(f"{option} needs --chat")
+    if args.with_text and args.receipts is None:
+        raise ValueError("--with-text needs --receipts FILE")
     prompts = read_prompts(args)
     if show_progress:
         check_output("".join(prompt for prompt in prompts if isinstance(prompt, str)))
     params = sampling_params(args)
+    if args.receipts is not None:
+        check_path("--receipts", args.receipts, "the file to write receipts to")
+        params = dataclasses.replace(params, receipt=WITH_TEXT if args.with_text else True)
     model, speculative_config = choose_model(args)
     speculative = None
     if speculative_config is not None:
@@ -83,6 +92,8 @@ def _run_generate(args: argparse.Namespace) -> int:
         outputs = _run(llm, args, prompts, params, is_shown=show_text)
         target, draft = llm.target, llm.draft
         configured = llm.capabilities()["configured"]
+    if args.receipts is not None:
+        _write_receipts(args.receipts, outputs)
     plains: Sequence[RequestOutput | None] = [None] * len(outputs)
     if args.compare:
         with LLM.from_loaded(target, show_progress=show_progress, **engine) as llm:
@@ -212,6 +223,19 @@ def _print_texts(texts: Sequence[str]) -> None:
         return
     for index, text in enumerate(texts):
         emit(f"\n[{index}] {text}")
+
+
+def _write_receipts(path: str, outputs: Sequence[RequestOutput]) -> None:
+    """Writes the receipts of outputs, one in each line."""
+    from paceline.receipts.receipt import shown
+
+    lines = [
+        shown(completion.receipt)
+        for output in outputs
+        for completion in output.outputs
+        if completion.receipt is not None
+    ]
+    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
 
 
 def _print_report(

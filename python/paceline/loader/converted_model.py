@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline import _core
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.speculative_fields import check_found_method
 
@@ -87,7 +86,7 @@ def open_converted(
     assert path is not None
     if not exists(path):
         raise ModelNotFoundError(f"{path}: no such file, but paceline.json names it")
-    shard = Shard(path, _core.SafetensorsFile(str(path)))
+    shard = Shard.open(path)
     tensors = []
     ids = {}
     for name in shard.file.names():

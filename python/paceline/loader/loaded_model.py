@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,39 @@ from .drafters import GEMMA4_MTP, Target
 from .gemma4_assistant import check_reads_layers_of
 from .section import Section
 from .tokenizer import TokenizerInfo, check_tokenizers
+from .weight_files import FileStamp, Shard
 
 if TYPE_CHECKING:
     from paceline import _core
+
+
+@dataclass(eq=False)
+class WeightOrigin:
+    """Where the weights of a model came from. Everything that shares the weights shares it.
+
+    Attributes:
+        files: The files, as they were when they were opened; none for tensors in memory and for
+            dummy weights.
+        num_updates: How often other weights took their place.
+    """
+
+    files: tuple[FileStamp, ...] = ()
+    num_updates: int = 0
+
+    @classmethod
+    def of(cls, opened: OpenedModel) -> WeightOrigin:
+        """That of a model whose files were opened."""
+        sources = [
+            source
+            for tensor in opened.tensors
+            for source in (tensor.shard, *(stored.shard for stored in tensor.siblings.values()))
+        ]
+        return cls(tuple({one.stamp: None for one in sources if isinstance(one, Shard)}))
+
+    def replace(self) -> None:
+        """Notes that other weights took the place of those of the files."""
+        self.files = ()
+        self.num_updates += 1
 
 
 @dataclass(frozen=True)
@@ -42,6 +72,7 @@ class LoadedModel:
             a model that was not read from the layout of Hugging Face.
         generation_config: The object in `generation_config.json`; None without one.
         is_dummy: The weights are dummy weights; see `load_dummy`.
+        weights: Where the weights came from.
     """
 
     path: Path
@@ -60,6 +91,7 @@ class LoadedModel:
     hf_config: Section | None = None
     generation_config: Section | None = None
     is_dummy: bool = False
+    weights: WeightOrigin = field(default_factory=WeightOrigin, compare=False)
 
     @classmethod
     def of(
@@ -89,6 +121,7 @@ class LoadedModel:
             hf_config=opened.top,
             generation_config=opened.generation,
             is_dummy=is_dummy,
+            weights=WeightOrigin.of(opened),
         )
 
     @property

@@ -34,16 +34,54 @@ _MAX_NAME_BYTES: Final = 255
 
 
 @dataclass(frozen=True)
+class FileStamp:
+    """What tells whether a file is still the one that was opened.
+
+    Attributes:
+        path: The file.
+        size: In bytes.
+        mtime_ns: When its contents changed last, which a program can set.
+        ctime_ns: When it changed last in any way, which no program can set.
+        inode: Its number in the file system.
+    """
+
+    path: Path
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        """Returns the stamp of a file as it is now; OSError if it is not there."""
+        status = path.stat()
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+@dataclass(frozen=True)
 class Shard:
     """One safetensors file, mapped and validated: a `TensorSource`.
 
     Attributes:
         path: The file.
         file: The mapping.
+        stamp: The file when it was mapped.
     """
 
     path: Path
     file: _core.SafetensorsFile
+    stamp: FileStamp
+
+    @classmethod
+    def open(cls, path: Path) -> Shard:
+        """Maps and validates a file.
+
+        Raises:
+            ModelNotFoundError: There is no such file.
+            ModelFileError: It is damaged.
+        """
+        file = _core.SafetensorsFile(os.fspath(path))
+        return cls(path, file, FileStamp.of(path))
 
     @cached_property
     def _raw(self) -> RawShard:
@@ -168,7 +206,7 @@ def open_weights(directory: Path) -> WeightFiles:
     """
     single = directory / WEIGHTS_NAME
     if exists(single):
-        shard = _open_shard(single)
+        shard = Shard.open(single)
         return WeightFiles(directory, dict.fromkeys(shard.file.names(), shard), has_index=False)
     index = directory / INDEX_NAME
     if not exists(index):
@@ -186,7 +224,7 @@ def open_weights(directory: Path) -> WeightFiles:
                 f"{path}: no such file, but {INDEX_NAME} says that it holds "
                 f"{name_some(name for name, shard in listing.items() if shard == shard_name)}"
             )
-        shard = _open_shard(path)
+        shard = Shard.open(path)
         for name in shard.file.names():
             if name in owners:
                 raise ModelFileError(
@@ -203,10 +241,6 @@ def open_weights(directory: Path) -> WeightFiles:
                 f"that it is here; {where}"
             )
     return WeightFiles(directory, owners, has_index=True)
-
-
-def _open_shard(path: Path) -> Shard:
-    return Shard(path, _core.SafetensorsFile(os.fspath(path)))
 
 
 def _other_weights(directory: Path) -> str | None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from paceline import _core
+from paceline.receipts.maker import device_class
 
 if TYPE_CHECKING:
     from paceline.config import EngineConfig
@@ -114,6 +115,7 @@ class Facts:
         capabilities: See `LLM.capabilities`. Asking CUDA in the server would take memory of a GPU.
         memory_report: Of one replica.
         stats: The result of `_core.Executor.stats` when they were collected.
+        device: The class of the device; see `device_class`.
     """
 
     target: LoadedModel
@@ -125,6 +127,7 @@ class Facts:
     capabilities: dict[str, Any]
     memory_report: dict[str, Any]
     stats: dict[str, Any]
+    device: str
 
     @classmethod
     def of(cls, llm: LLM, executor: _core.Executor) -> Facts:
@@ -139,6 +142,7 @@ class Facts:
             capabilities=llm.capabilities(),
             memory_report=executor.memory_report(),
             stats=executor.stats(),
+            device=device_class(llm.target.model.device),
         )
 
 

@@ -40,6 +40,7 @@ class ReplicatedLLM(LLM):
             facts.config,
             facts.speculative,
             max_model_len=facts.max_model_len,
+            device=facts.device,
         )
         self._kv_groups = kv_groups(facts.memory_report)
         # It has all that a dispatcher and the methods that are left call.

@@ -88,6 +88,7 @@ RESPONSE_FIELDS: Final[Schemas] = {
     **NO_EFFECT,
     **_those(CHAT_FIELDS, *GUIDED_FIELDS),
     **_those(CHAT_FIELDS, "cache_salt", "model", "stream", "logit_bias", "speculative"),
+    **_those(CHAT_FIELDS, "x_receipt"),
     **_those(CHAT_FIELDS, "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
     **_set("response"),
 }
@@ -99,6 +100,7 @@ MESSAGE_FIELDS: Final[Schemas] = {
     **COUNT_FIELDS,
     **_without(SINGLE_SAMPLING, "stop"),
     **_those(CHAT_FIELDS, "max_tokens", "stream", "logit_bias", "speculative", "cache_salt"),
+    **_those(CHAT_FIELDS, "x_receipt"),
     **_set("message"),
 }
 TOKENIZE_FIELDS: Final[Schemas] = {

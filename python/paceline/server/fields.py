@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from paceline.checks import check_int, shorten
 from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from paceline.prompts import check_cache_salt
-from paceline.sampling import SamplingParams
+from paceline.receipts.receipt import RESPONSE_KEY
+from paceline.sampling import WITH_TEXT, SamplingParams
 from paceline.server.bodies import Fields, object_of
 from paceline.server.errors import refusal, wrong_field
 from paceline.server.field_schemas import (
@@ -349,6 +350,7 @@ def single_wishes(
     params = dataclasses.replace(
         default,
         num_speculative_tokens=take_speculative(fields),
+        receipt=take_receipt(fields),
         **fields.take_sampling(names),
         **given,
     )
@@ -371,6 +373,7 @@ def _wishes(
     """
     given["num_speculative_tokens"] = take_speculative(fields)
     given["return_token_sources"] = fields.take_bool("return_token_sources")
+    given["receipt"] = take_receipt(fields)
     parameters = fields.take_sampling(SAMPLING) | {
         name: value for name, value in given.items() if value is not None
     }
@@ -418,6 +421,16 @@ def take_speculative(fields: Fields) -> int | None:
         is_enabled = given.take_bool("enabled", True)
         most = given.take_int("num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
     return most if is_enabled else 0
+
+
+def take_receipt(fields: Fields) -> Any:
+    """Takes whether outputs have receipts: true, false or "with_text"."""
+    value = fields.take(RESPONSE_KEY)
+    if value is None:
+        return False
+    if isinstance(value, bool) or value == WITH_TEXT:
+        return value
+    raise wrong_field(RESPONSE_KEY, value, f"true, false or {WITH_TEXT!r}")
 
 
 def take_salt(fields: Fields) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.outputs import RequestOutput, StreamChunk
+from paceline.sampling import WITH_TEXT
 from paceline.server.connection import END, event, to_json_in_pieces
 from paceline.server.errors import as_api_error
 from paceline.server.runs import Run, RunContext
@@ -56,9 +57,12 @@ class Generation(Run):
     def _num_entries(self, outputs: Sequence[RequestOutput]) -> int:
         """How many tokens the response describes, each with its best ones."""
         wishes = self._wishes
-        of_output = 1 + (wishes.params.logprobs or 0)
+        of_output = 1 + (wishes.params.logprobs or 0) + bool(wishes.params.receipt)
         of_prompt = 0
-        if wishes.echoes or wishes.returns_token_ids or wishes.params.prompt_logprobs is not None:
+        shows_prompt = (
+            wishes.echoes or wishes.returns_token_ids or wishes.params.receipt == WITH_TEXT
+        )
+        if shows_prompt or wishes.params.prompt_logprobs is not None:
             of_prompt = 1 + (wishes.params.prompt_logprobs or 0)
         return sum(
             of_output * len(one.token_ids) + of_prompt * len(output.prompt_token_ids)

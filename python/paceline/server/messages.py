@@ -14,7 +14,7 @@ from paceline.server.errors import as_api_error
 from paceline.server.fields import ChatCall
 from paceline.server.formats import Part
 from paceline.server.runs import RunContext, SingleRun
-from paceline.server.shapes import metrics_of
+from paceline.server.shapes import metrics_of, receipt_of
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
@@ -48,6 +48,7 @@ class MessageRun(SingleRun):
             **self._stop(one),
             "usage": self._usage(),
             "metrics": metrics_of([output]),
+            **receipt_of(one),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -77,6 +78,7 @@ class MessageRun(SingleRun):
                 "delta": self._stop(one),
                 "usage": self._usage(),
                 "metrics": metrics_of([output]),
+                **receipt_of(one),
             }
         )
         yield named_event({"type": "message_stop"})

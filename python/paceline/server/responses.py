@@ -14,7 +14,7 @@ from paceline.server.errors import as_api_error
 from paceline.server.fields import ChatCall
 from paceline.server.formats import Part
 from paceline.server.runs import RunContext, SingleRun
-from paceline.server.shapes import metrics_of
+from paceline.server.shapes import metrics_of, receipt_of
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
@@ -99,6 +99,7 @@ class ResponseRun(SingleRun):
             "output": self._items.made,
             "usage": usage,
             "metrics": metrics_of([output]),
+            **receipt_of(one),
         }
 
 

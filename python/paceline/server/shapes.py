@@ -18,6 +18,7 @@ from paceline.outputs import (
     StreamChunk,
     TokenLogprobs,
 )
+from paceline.receipts.receipt import RESPONSE_KEY
 from paceline.server.fields import Wishes
 from paceline.server.formats import Parser, Part
 
@@ -74,7 +75,7 @@ class Shape(ABC):
         if self.wishes.params.return_token_sources:
             choice["token_sources"] = part.token_sources
             choice["text_offsets"] = offsets
-        return choice
+        return choice | receipt_of(part)
 
     def text_of(self, token: int, logprob: Logprob) -> str:
         """The name of a token in logprobs."""
@@ -291,6 +292,11 @@ def _with_calls(choice: dict[str, Any], *, has_calls: bool) -> dict[str, Any]:
     if has_calls and choice["finish_reason"] == "stop":
         choice["finish_reason"] = "tool_calls"
     return choice
+
+
+def receipt_of(part: CompletionOutput | StreamChunk) -> dict[str, Any]:
+    """Makes the field with the receipt of an output; empty if there is none."""
+    return {} if part.receipt is None else {RESPONSE_KEY: part.receipt}
 
 
 def usage(num_prompt: int, num_output: int) -> dict[str, Any]:
