@@ -4,6 +4,7 @@
 #include <paceline/version.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "runner/cpu_runner.h"
@@ -242,9 +243,11 @@ Targets rank_targets(const std::shared_ptr<const Model>& whole, const ExecutorOp
 std::unique_ptr<Runner> make_runner(const Targets& targets,
                                     const std::shared_ptr<const Model>& draft,
                                     const KvLayout& layout, const ExecutorOptions& o,
-                                    [[maybe_unused]] const Executor::Progress& progress) {
+                                    [[maybe_unused]] const Executor::Progress& progress,
+                                    std::shared_ptr<const DeviceBuffer> kv_pool) {
   const std::shared_ptr<const Model>& target = targets.front();
-  const RunnerOptions runner = runner_options(o, *target, draft.get());
+  RunnerOptions runner = runner_options(o, *target, draft.get());
+  runner.kv_pool = std::move(kv_pool);
   if (o.use_null_device) {
     const InputCapacity capacity =
         input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);
