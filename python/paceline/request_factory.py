@@ -59,6 +59,10 @@ class RequestFactory:
         self._numbering = threading.Lock()
         self._num_outputs = 0  # of the requests so far
 
+    def set_num_speculative_tokens(self, k: int) -> None:
+        """Sets the k of later requests, for another drafter."""
+        self._num_speculative_tokens = k
+
     def prepare(
         self,
         prompts: Prompts,

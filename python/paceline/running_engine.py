@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self
@@ -15,17 +15,16 @@ from paceline.checks import shorten
 from paceline.config import EngineConfig
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
-from paceline.limits import MAX_SPECULATIVE_TOKENS
-from paceline.loader import LoadedModel, check_compatible
-from paceline.loader.block_kinds import num_block_drafts
+from paceline.drafter_changes import with_drafter_facts
+from paceline.loader import LoadedModel
 from paceline.metrics import Metric, metrics
 from paceline.reports import (
     capabilities,
     engine_stats,
     group_max_bytes,
-    kv_groups,
     memory_plan,
     pool_capacity,
+    stats_and_groups,
 )
 from paceline.request_factory import RequestFactory
 from paceline.speculative_config import SpeculativeConfig
@@ -64,12 +63,7 @@ class RunningEngine:
     ) -> None:
         if draft is not None:
             assert speculative is not None
-            speculative = speculative.resolved(draft.method)
-            if speculative.num_speculative_tokens is None:
-                # Only a block drafter comes without k, and only from memory: see `find_models`.
-                k = min(num_block_drafts(draft.config), MAX_SPECULATIVE_TOKENS)
-                speculative = dataclasses.replace(speculative, num_speculative_tokens=k)
-            check_compatible(target, draft)
+            speculative = with_drafter_facts(target, draft, speculative)
             _logger.info("the drafter is %s, method %r", draft.path, speculative.method)
         for model in (target,) if draft is None else (target, draft):
             for note in model.notes:
@@ -93,7 +87,6 @@ class RunningEngine:
                 executor = _core.Executor(target.model, draft_model, options, report)
             max_model_len = executor.options["max_model_len"]
             self._describe(target, draft, config, speculative, max_model_len=max_model_len)
-            self._kv_groups = kv_groups(executor.memory_report())
             self._dispatcher = Dispatcher(executor)
             engine_log.forward()
             if _logger.isEnabledFor(logging.INFO):
@@ -114,6 +107,7 @@ class RunningEngine:
         max_model_len: int,
     ) -> None:
         """Sets what an engine's requests are made with, all but the engine."""
+        self._changes = threading.Lock()  # held while the drafter or weights change
         self.config = config
         self.speculative_config = speculative
         self.target = target
@@ -208,8 +202,8 @@ class RunningEngine:
         Raises:
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
-        stats = self._dispatcher.call(lambda executor: executor.stats())
-        return engine_stats(stats, self._kv_groups, self._num_speculative_tokens)
+        stats, groups = self._dispatcher.call(stats_and_groups)
+        return engine_stats(stats, groups, self._num_speculative_tokens)
 
     def get_metrics(self) -> list[Metric]:
         """Returns what `stats` counts as vLLM's `LLM.get_metrics` does.

@@ -17,6 +17,7 @@ PRINTED = {
     "async_requests.py": "--- cancelled; no request runs",
     "batch.py": "--- log-probability",
     "chat.py": "assistant> ",
+    "drafters.py": "the outputs are the same: True",
     "eagle3.py": "the tokens of plain decoding",
     "ngram_edit.py": "tokens per iteration",
     "stream.py": "--- first token after",
