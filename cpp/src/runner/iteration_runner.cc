@@ -125,7 +125,10 @@ auto IterationRunner<Ctx, Graph>::capture_graphs(const IterationExtent& extent) 
     for (int32_t i = 0; i < num_steps; ++i) step();
   };
   const auto nothing = [] {};
-  const auto last = [&] { end(extent.has_logit_work); };
+  const auto last = [&] {
+    if (extent.num_drafts > 0) iteration_.look_up(ctx_, extent.num_drafting);
+    end(extent.has_logit_work);
+  };
   const bool has_steps = num_steps > 0;
   Graphs graphs;
   switch (has_steps ? options_.driver : DraftDriver::kUnrolled) {
@@ -220,6 +223,7 @@ void IterationRunner<Ctx, Graph>::run(const Batch& batch) {
   graphs_of(num_seqs, batch).decode.launch(ctx_);
   if (options_.driver == DraftDriver::kReplay && iteration_.num_draft_steps(batch.num_drafts) > 0) {
     run_draft_steps(num_seqs, batch, /*extent=*/{});
+    iteration_.look_up(ctx_, num_seqs);
     end(batch.has_logit_work);
   }
 }
@@ -245,6 +249,7 @@ void IterationRunner<Ctx, Graph>::run_eagerly(const Batch& batch) {
     iteration_.first_draft_pass(ctx_, extent);
     if (extent.num_drafting > 0) {
       run_draft_steps(extent.num_drafting, batch, extent);
+      iteration_.look_up(ctx_, extent.num_drafting);
     }
   }
   end(batch.has_logit_work);
@@ -271,6 +276,7 @@ void IterationRunner<Ctx, Graph>::enqueue_decode(const IterationExtent& extent) 
   if (extent.num_drafts > 0) iteration_.first_draft_pass(ctx_, extent);
   const int32_t num_steps = iteration_.num_draft_steps(extent.num_drafts);
   for (int32_t i = 0; i < num_steps; ++i) iteration_.draft_step(ctx_, extent);
+  if (extent.num_drafts > 0) iteration_.look_up(ctx_, extent.num_drafting);
   end(extent.has_logit_work);
 }
 
