@@ -27,7 +27,7 @@ from tiny_models import TinySpec, load_tensors, make, perturbed_copy
 SEED = int(os.environ.get("PACELINE_SEED", "20261128"))
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 6, "max_model_len": 160, "kv_cache_bytes": 16 << 20, "device": "cpu",
-    "show_progress": False,
+    "show_progress": False, "block_size": 4,
 }  # fmt: skip
 PROMPTS = [[3 + i, 14, 15, 92 - i, 6] * (1 + i % 3) for i in range(10)]
 PARAMS = [
@@ -337,6 +337,37 @@ def test_new_weights_of_the_drafter_while_requests_run(
     llm.update_drafter(old)
     assert rate() == first
     assert llm.draft is not None and llm.draft.model.arena() == arena
+
+
+def test_after_new_weights_drafts_are_those_of_a_new_engine(
+    target: Path, configs: dict[str, Any], expected: list[list[list[int]]]
+) -> None:
+    config = configs["eagle3"]
+    old = load_tensors(Path(config["model"]))
+    generator = torch.Generator().manual_seed(SEED)
+    other = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in old.items()
+    }
+
+    def figures(llm: LLM) -> list[Any]:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        assert [[one.token_ids for one in output.outputs] for output in outputs] == expected
+        return [output.metrics.speculative_decoding for output in outputs]
+
+    with LLM(target, speculative_config=config, **ENGINE) as new:
+        new.update_drafter(other)
+        wanted = figures(new)
+    with LLM(target, speculative_config=config, **ENGINE) as llm:
+        assert figures(llm) != wanted
+        for _ in range(3):
+            with Load(llm, expected):
+                for weights in (other, old) * 5 + (other,):
+                    llm.update_drafter(weights)
+            assert figures(llm) == wanted
+        assert llm.stats()["prefix_cache"]["num_hit_tokens"] > 0
 
 
 def test_refused_weights_change_nothing(llm: LLM, configs: dict[str, Any]) -> None:

@@ -37,7 +37,9 @@ void Engine::update_drafter(const std::function<void()>& body) {
     const std::scoped_lock changing(mutex_);
     forgets_prefixes_ = true;
     // Their KV of the drafter is that of both weights. It serves them, but no later sequence.
-    for_each_open([](Sequence& sequence) { sequence.has_holes = true; });
+    for_each_open([](Sequence& sequence) {
+      sequence.has_holes |= sequence.phase != Sequence::Phase::kWaiting;
+    });
   });
 }
 

@@ -62,7 +62,8 @@ struct Sequence {
   int32_t num_followed = 1;
   bool misses_prompt = false;  // the target computes the prompt alone
   // The drafter has followed some tokens without the hidden states of the target, which were no
-  // longer kept. Its KV serves this sequence, but not others.
+  // longer kept, or with weights that have changed since. Its KV serves this sequence, but not
+  // others.
   bool has_holes = false;
   // Where the sequence parts from earlier ones whose KV is cached, but not the state there; -1: it
   // does not.

@@ -373,6 +373,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     plan.forks.push_back({.parent_seq_slot = parent->seq_slot,
                           .seq_slot = sequence.seq_slot,
                           .num_tokens = rows.start});
+    sequence.has_holes = parent->has_holes;
   }
   const int32_t num_shared = std::min(rows.start, sequence.prompt_len);
   num_shared_tokens_ += num_shared;
@@ -505,12 +506,12 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
     sequence.num_followed = is_partial ? launch.start + launch.num_rows + 1 : sequence.known_len();
   }
   if (cache_ != nullptr && is_complete) {
-    if (launch.is_cacheable || !options_.may_miss_prompts) {
+    if (!sequence.has_holes && (launch.is_cacheable || !options_.may_miss_prompts)) {
       cache_->extend(sequence.drafted_to, sequence.tokens, sequence.cache_salt,
                      sequence.num_computed, sequence.blocks, PrefixCache::Parts::kAll,
                      kept_states(sequence));
       sequence.cached_to = sequence.drafted_to;
-    } else {
+    } else if (options_.may_miss_prompts) {
       cache_->extend(sequence.cached_to, sequence.tokens, sequence.cache_salt,
                      sequence.num_computed, sequence.blocks, PrefixCache::Parts::kTarget,
                      kept_states(sequence));
