@@ -254,7 +254,7 @@ class BusyEngine {
 TEST(DrafterSwitch, WhatRunsUsesTheNewDrafter) {
   const auto target = tiny_model(TinyModel{}, 1);
   ExecutorOptions options = small_engine_options(0);
-  options.host_delay_max_us = 500;
+  options.host_delay_max_us = 2000;  // the requests run for longer than the changes take
   BusyEngine engine(target, {nullptr, with_k(0)}, options, 3);
   Executor& executor = engine.executor();
   engine.during([&] {

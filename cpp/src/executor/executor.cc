@@ -75,7 +75,6 @@ namespace {
 
 // What follows from the drafter, beside what the engine has.
 struct Drafting {
-  // `kv_pool`: null, or the memory of the KV pool.
   Drafting(const std::shared_ptr<const Model>& target, std::shared_ptr<const Model> draft_model,
            const DefaultSizes& chosen, const Targets& targets)
       : draft(std::move(draft_model)),
@@ -114,14 +113,14 @@ void check_is_alone(const std::unique_lock<std::mutex>& changing) {
   throw InvalidArgument("the drafter is being changed by another call; wait until it has ended");
 }
 
-// `has`: whether the options are those of the engine or of the new drafter.
-void check_is_coupled(const ExecutorOptions& o, const char* has) {
+// `which`: the drafter, for the message.
+void check_is_coupled(const ExecutorOptions& o, const char* which) {
   if (o.speculative.num_speculative_tokens == 0) return;
   if (o.speculative.rejection_sample_method == AcceptMethod::kCoupled) return;
   throw InvalidArgument(
-      concat("the drafter that the engine ", has,
-             " has another rejection_sample_method than \"coupled\"; allowed while requests run: "
-             "\"coupled\", with which no token depends on the drafts"));
+      concat("rejection_sample_method of the ", which,
+             " drafter is not \"coupled\"; allowed for changes while requests run: \"coupled\", "
+             "with which no token depends on the drafts. Start another engine instead"));
 }
 
 void check_switch(const ExecutorOptions& former, const ExecutorOptions& next) {
@@ -129,8 +128,8 @@ void check_switch(const ExecutorOptions& former, const ExecutorOptions& next) {
     throw Unsupported(concat("tensor_parallel_size is ", former.tensor_parallel_size,
                              ", with which the drafter cannot change yet; allowed: 1"));
   }
-  check_is_coupled(former, "has");
-  check_is_coupled(next, "would get");
+  check_is_coupled(former, "present");
+  check_is_coupled(next, "new");
   if (former.speculative.drafter != nullptr || next.speculative.drafter != nullptr) {
     throw Unsupported(
         "a drafter of the caller (method \"custom\") cannot be set or replaced while the engine "
@@ -220,8 +219,10 @@ double Executor::Impl::set_drafter(std::shared_ptr<const Model> draft,
   EngineParts parts = {.options = engine_options(sizes.options, *target, next->draft.get()),
                        .layout = &next->layout,
                        .runner = next->start(targets, progress, former->kv_pool)};
-  const std::scoped_lock lock(mutex);
-  const double rest_us = engine->replace(parts, [&] { drafting = next; });
+  const double rest_us = [&] {
+    const std::scoped_lock lock(mutex);
+    return engine->replace(parts, [&] { drafting = next; });
+  }();
   log_made(LogLevel::kInfo, [&] {
     return concat("The drafter has changed: k = ", sizes.options.speculative.num_speculative_tokens,
                   "; the engine rested for ", rest_us * 1e-3, " ms");
@@ -239,7 +240,7 @@ void Executor::Impl::update_drafter(const std::function<void()>& body) {
             ? "there is no drafter with weights; allowed: an executor with a drafter"
             : "the drafter is the target itself, whose weights change only in while_idle");
   }
-  check_is_coupled(now->sizes.options, "has");
+  check_is_coupled(now->sizes.options, "present");
   now->lease.alone([&] {
     engine->update_drafter(body);
     return 0;
