@@ -382,6 +382,53 @@ Raises:
     ValueError: Another executor uses the model too, or another call is under way.
     RuntimeError: The executor is closed, or has failed with this error.
 )doc")
+      .def(
+          "set_drafter",
+          [](PyExecutor& self, const PyModel* draft, const py::dict& options) {
+            const SpeculativeOptions speculative = options_from_dict(options).speculative;
+            const std::shared_ptr<const Model> model = draft == nullptr ? nullptr : draft->model;
+            return self.call(
+                [&](Executor& executor) { return executor.set_drafter(model, speculative); });
+          },
+          py::arg("draft").none(true), py::arg("options"),
+          R"doc(Replaces the drafter between two iterations, while requests run.
+
+Args:
+    draft: The drafter; None for plain decoding and prompt lookup.
+    options: As for `Executor`; only those of speculative decoding count, and the others stay.
+
+Returns:
+    For how many microseconds the engine rested between two iterations.
+
+Raises:
+    ValueError: An option or the drafter is not allowed, a request would not fit the pool, or
+        another call is under way. The drafter so far goes on.
+    NotImplementedError: A drafter of the caller, before or after, or several ranks.
+    RuntimeError: The executor is closed, or has failed with this error.
+)doc")
+      .def(
+          "update_drafter",
+          [](PyExecutor& self, const py::function& body) {
+            self.call([&](Executor& executor) {
+              executor.update_drafter([&] {
+                const py::gil_scoped_acquire acquire;
+                body();
+              });
+            });
+          },
+          py::arg("body"),
+          R"doc(Calls a function between two iterations, for `update_models` of the drafter.
+
+Iterations wait until it has returned.
+
+Args:
+    body: Takes nothing. What it raises is raised here.
+
+Raises:
+    ValueError: There is no drafter with weights of its own, another executor uses it too, or
+        another call is under way.
+    RuntimeError: The executor is closed, or has failed with this error.
+)doc")
       .def_property_readonly(
           "vocab_size",
           [](PyExecutor& self) {

@@ -120,20 +120,16 @@ class FeedSession(Session):
         grammars: Compiles their grammars before that.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher, num_speculative_tokens: int | None, grammars: Grammars
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, grammars: Grammars) -> None:
         """Starts without requests.
 
         Args:
             dispatcher: The dispatcher of the engine.
-            num_speculative_tokens: k; None without speculative decoding.
             grammars: Of the model.
         """
         super().__init__(dispatcher)
         self.grammars = GrammarQueue(grammars)
         self.workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="paceline-prompts")
-        self._num_speculative_tokens = num_speculative_tokens
         self._events: deque[_core.RequestEvent] = deque()
         self._by_engine_id: dict[int, Feed] = {}
         self._by_name: dict[str, Feed] = {}
@@ -181,7 +177,7 @@ class FeedSession(Session):
             ValueError: As for `add_requests`.
         """
         request = requests[0].for_engine(self._dispatcher.make_request)
-        feed.group = RequestGroup(requests, self._num_speculative_tokens)
+        feed.group = RequestGroup(requests)
         queued_at = time.monotonic()
         with self._dispatcher.lock:
             if feed.is_cancelled:

@@ -115,9 +115,7 @@ class AsyncLLM:
         shared.requests.grammars.read_tokenizer()  # likewise
         self._requests = shared.requests
         self._chat_templates = shared.chat_templates
-        self._session = FeedSession(
-            shared.dispatcher, shared.num_speculative_tokens, shared.requests.grammars
-        )
+        self._session = FeedSession(shared.dispatcher, shared.requests.grammars)
 
     # ---- generating ----------------------------------------------------------------------------
 
@@ -287,6 +285,19 @@ class AsyncLLM:
             return encode_chats(texts, llm.target, llm.max_model_len, cache_salt)[0]
 
         return render
+
+    async def set_drafter(
+        self,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None,
+        **options: Any,
+    ) -> None:
+        """Changes the drafter while requests run, as `LLM.set_drafter`; loads it in a thread."""
+        await asyncio.to_thread(self.llm.set_drafter, speculative_config, **options)
+
+    async def update_drafter(self, state_dict: Mapping[str, Any]) -> None:
+        """Replaces the weights of the drafter while requests run, as `LLM.update_drafter`; in a
+        thread."""
+        await asyncio.to_thread(self.llm.update_drafter, state_dict)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request. Its iterator ends with the output so far and the finish_reason "abort".

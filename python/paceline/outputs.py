@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -270,13 +271,15 @@ def token_sources(num_tokens: int, num_drafted: int, num_accepted: int) -> list[
 
 
 def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums `RequestEvent.counters`; lists are summed element by element."""
+    """Sums `RequestEvent.counters`. Lists are summed element by element; one may be shorter, where
+    the drafter has changed in between."""
     first, *others = counters
     total = dict(first)
     for other in others:
         for name, value in other.items():
             if isinstance(value, list):
-                total[name] = [a + b for a, b in zip(total[name], value, strict=True)]
+                pairs = itertools.zip_longest(total[name], value, fillvalue=0)
+                total[name] = [a + b for a, b in pairs]
             else:
                 total[name] += value
     return total

@@ -47,6 +47,15 @@ def kv_groups(memory_report: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def stats_and_groups(executor: _core.Executor) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the counters of an engine, and what names their KV groups, which a change of the
+    drafter may change in between."""
+    while True:
+        stats, groups = executor.stats(), kv_groups(executor.memory_report())
+        if len(groups) == len(stats["kv_groups"]):
+            return stats, groups
+
+
 def engine_stats(
     stats: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], num_spec_tokens: int | None
 ) -> dict[str, Any]:

@@ -304,15 +304,13 @@ def engine_request(
 class RequestGroup:
     """The samples of one prompt while they run."""
 
-    def __init__(self, samples: Sequence[Request], num_speculative_tokens: int | None) -> None:
+    def __init__(self, samples: Sequence[Request]) -> None:
         """Starts without output.
 
         Args:
             samples: All samples of the request, in order.
-            num_speculative_tokens: k; None without speculative decoding.
         """
         self.samples = samples
-        self._num_speculative_tokens = num_speculative_tokens
 
     def take(self, event: _core.RequestEvent) -> StreamChunk | None:
         """Adds an event of one of the samples.
@@ -334,7 +332,7 @@ class RequestGroup:
             request.finish(event)
             finish_reason, stop_reason = request.reasons
             if all(sample.is_finished for sample in self.samples):
-                output = request_output(self.samples, self._num_speculative_tokens)
+                output = request_output(self.samples)
                 if request.capture is not None:
                     request.capture.add(
                         output,
@@ -365,12 +363,11 @@ class RequestGroup:
         return request.stop_string is not None and not request.is_finished
 
 
-def request_output(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestOutput:
+def request_output(samples: Sequence[Request]) -> RequestOutput:
     """Combines the samples of one request, finished or not.
 
     Args:
         samples: All samples of the request, in order.
-        num_speculative_tokens: k; None without speculative decoding.
 
     Returns:
         The output of the request, so far.
@@ -380,7 +377,7 @@ def request_output(samples: Sequence[Request], num_speculative_tokens: int | Non
         prompt=first.prompt,
         prompt_token_ids=first.prompt_token_ids,
         outputs=[sample.completion() for sample in samples],
-        metrics=_metrics(samples, num_speculative_tokens),
+        metrics=_metrics(samples),
         error=next((sample.error for sample in samples if sample.error is not None), None),
         prompt_logprobs=first.prompt_logprobs,
         request_id=first.request_id,
@@ -411,7 +408,7 @@ def running_metrics(request: Request, num_output_tokens: int) -> RequestMetrics:
     )
 
 
-def _metrics(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestMetrics:
+def _metrics(samples: Sequence[Request]) -> RequestMetrics:
     num_prompt_tokens = len(samples[0].prompt_token_ids)
     num_output_tokens = sum(len(sample.token_ids) for sample in samples)
     events = [sample.last_event for sample in samples if sample.last_event is not None]
@@ -439,8 +436,8 @@ def _metrics(samples: Sequence[Request], num_speculative_tokens: int | None) -> 
         for length, row in sample.histogram_by_draft_length.items():
             total = histogram_by_draft_length.setdefault(length, [0] * len(row))
             histogram_by_draft_length[length] = [a + b for a, b in zip(total, row, strict=True)]
-    own = samples[0].params.num_speculative_tokens
-    k = num_speculative_tokens if own is None else own
+    counters = added_counters([dict(event.counters) for event in events])
+    k = len(counters["drafted_per_position"])  # the largest that the request has run with
     return RequestMetrics(
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=num_output_tokens,
@@ -451,10 +448,5 @@ def _metrics(samples: Sequence[Request], num_speculative_tokens: int | None) -> 
         tokens_per_second=rate,
         speculative_decoding=None
         if not k
-        else speculative_metrics(
-            added_counters([dict(event.counters) for event in events]),
-            histogram_by_draft_length,
-            k,
-            samples[0].drafter,
-        ),
+        else speculative_metrics(counters, histogram_by_draft_length, k, samples[0].drafter),
     )

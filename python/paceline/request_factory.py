@@ -68,6 +68,11 @@ class RequestFactory:
         self._numbering = threading.Lock()
         self._num_outputs = 0  # of the requests so far
 
+    def set_drafter(self, method: str | None, k: int) -> None:
+        """Sets what later requests draft with: the method, or None, and its k."""
+        self._drafter = method
+        self._num_speculative_tokens = k
+
     def prepare(
         self,
         prompts: Prompts,

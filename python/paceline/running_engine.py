@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self
@@ -17,9 +17,8 @@ from paceline.checks import shorten
 from paceline.config import EngineConfig
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
-from paceline.limits import MAX_SPECULATIVE_TOKENS
-from paceline.loader import LoadedModel, check_compatible
-from paceline.loader.block_kinds import num_block_drafts
+from paceline.drafter_changes import with_drafter_facts
+from paceline.loader import LoadedModel
 from paceline.metrics import Metric, metrics
 from paceline.prompt_values import check_layers, patient_hidden_states
 from paceline.receipts.maker import Receipts
@@ -27,9 +26,9 @@ from paceline.reports import (
     capabilities,
     engine_stats,
     group_max_bytes,
-    kv_groups,
     memory_plan,
     pool_capacity,
+    stats_and_groups,
 )
 from paceline.request_factory import RequestFactory
 from paceline.speculative_config import SpeculativeConfig
@@ -72,12 +71,7 @@ class RunningEngine:
     ) -> None:
         if draft is not None:
             assert speculative is not None
-            speculative = speculative.resolved(draft.method)
-            if speculative.num_speculative_tokens is None:
-                # Only a block drafter comes without k, and only from memory: see `find_models`.
-                k = min(num_block_drafts(draft.config), MAX_SPECULATIVE_TOKENS)
-                speculative = dataclasses.replace(speculative, num_speculative_tokens=k)
-            check_compatible(target, draft)
+            speculative = with_drafter_facts(target, draft, speculative)
             _logger.info("the drafter is %s, method %r", draft.path, speculative.method)
         for model in (target,) if draft is None else (target, draft):
             for note in model.notes:
@@ -101,7 +95,6 @@ class RunningEngine:
                 executor = _core.Executor(target.model, draft_model, options, report)
             max_model_len = executor.options["max_model_len"]
             self._describe(target, draft, config, speculative, max_model_len=max_model_len)
-            self._kv_groups = kv_groups(executor.memory_report())
             self._dispatcher = Dispatcher(executor)
             engine_log.forward()
             if _logger.isEnabledFor(logging.INFO):
@@ -126,6 +119,7 @@ class RunningEngine:
 
         `device` is the class of the device of engines in other processes.
         """
+        self._changes = threading.Lock()  # held while the drafter or weights change
         self.config = config
         self.speculative_config = speculative
         self.target = target
@@ -228,8 +222,8 @@ class RunningEngine:
         Raises:
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
-        stats = self._dispatcher.call(lambda executor: executor.stats())
-        return engine_stats(stats, self._kv_groups, self._num_speculative_tokens)
+        stats, groups = self._dispatcher.call(stats_and_groups)
+        return engine_stats(stats, groups, self._num_speculative_tokens)
 
     def get_metrics(self) -> list[Metric]:
         """Returns what `stats` counts as vLLM's `LLM.get_metrics` does.

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
-from paceline import _core
+from paceline import _core, lifetime
 from paceline.chat_messages import Conversation
 from paceline.chat_template import ChatTemplates
 from paceline.checks import check_bool, check_unknown
 from paceline.default_params import default_params
 from paceline.dispatcher import Dispatcher
+from paceline.drafter_changes import load_for, update_drafter
+from paceline.loader import LoadedModel
 from paceline.outputs import RequestError, RequestOutput
 from paceline.progress import progress_bar
 from paceline.prompt_values import check_layers, score_prompt
@@ -22,9 +25,12 @@ from paceline.request import Request
 from paceline.request_factory import RequestFactory
 from paceline.running_engine import RunningEngine
 from paceline.sampling import SamplingParams
+from paceline.speculative_checks import speculative_options
+from paceline.speculative_config import SpeculativeConfig
+from paceline.startup import check_max_model_len
 from paceline.stream import RequestStream
 from paceline.tokenizer import Tokenizer, model_tokenizer
-from paceline.weights import update_weights
+from paceline.weights import BusyError, update_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -317,11 +323,101 @@ class RunningLLM(RunningEngine):
             paceline.DeviceError: The device failed; the LLM is unusable.
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
-        self.target, self.draft = update_weights(
-            self._executor, self.target, self.draft, state_dict, draft_state_dict
-        )
+        with self._change("update_weights"):
+            self.target, self.draft = update_weights(
+                self._executor, self.target, self.draft, state_dict, draft_state_dict
+            )
+
+    def set_drafter(
+        self,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None,
+        *,
+        draft: LoadedModel | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        """Changes the drafter while requests run (`docs/drafters-at-run-time.md`).
+
+        The new drafter is loaded and made ready beside the running requests, and takes over between
+        two iterations. What runs is then computed again from its tokens, and goes on with the new
+        drafter: no output changes by a token and no request is lost. The memory of the old drafter
+        is freed. If this raises, the old drafter goes on.
+
+        Args:
+            speculative_config: As for `LLM`; None or `{"method": None}` = plain decoding. It
+                replaces the whole configuration.
+            draft: The drafter, if it is loaded already: the result of
+                `paceline.loader.load_drafter` or `load_checkpoint`.
+            cache_dir: As for `LLM`.
+            show_progress: As for `LLM`.
+
+        Raises:
+            ValueError: A key is not allowed; the drafter does not fit the target; a request that
+                runs or waits would not fit the KV pool; or the engine or the new configuration has
+                a rejection_sample_method other than "coupled".
+            NotImplementedError: The method "custom", before or after; several ranks; or a drafter
+                whose KV blocks are too large for the pool of a GPU.
+            paceline.BusyError: Another change of the drafter or of weights is under way.
+            paceline.OutOfMemoryError: There is no memory for the new drafter beside the old one.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+            Exception: As for `LLM`, for a drafter that cannot be found or loaded.
+        """
+        with self._change("set_drafter"), lifetime.delayed_exit():
+            executor = self._executor
+            speculative, loaded = load_for(
+                self.target,
+                self.config,
+                speculative_config,
+                draft,
+                cache_dir=cache_dir,
+                progress=show_progress,
+            )
+            check_max_model_len(self.max_model_len, self.target, loaded)
+            executor.set_drafter(
+                None if loaded is None else loaded.model,
+                {} if speculative is None else speculative_options(speculative),
+            )
+            self.speculative_config, self.draft = speculative, loaded
+            method = None if speculative is None else speculative.method
+            self._requests.set_drafter(method, self._num_speculative_tokens or 0)
+
+    def update_drafter(self, state_dict: Mapping[str, Any]) -> None:
+        """Replaces the weights of the drafter in place, between two iterations, while requests run.
+
+        For those who train a drafter while it serves. No output changes by a token. Iterations wait
+        while the tensors are copied. The drafter's KV of the requests that run then comes from both
+        weights, so that fewer of their drafts may be accepted; other requests do not take it over.
+
+        Args:
+            state_dict: All tensors of the drafter, by their names in its checkpoint.
+
+        Raises:
+            paceline.ModelFileError: A tensor is missing, unknown, misshapen or cannot be read;
+                names it. No weight has changed.
+            ValueError: There is no drafter with weights of its own, another engine shares it, or
+                the rejection_sample_method is not "coupled". No weight has changed.
+            NotImplementedError: The drafter was not read from the layout of Hugging Face.
+            paceline.BusyError: Another change of the drafter or of weights is under way.
+            paceline.DeviceError: The device failed; the LLM is unusable.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+        """
+        with self._change("update_drafter"):
+            self.draft = update_drafter(self._executor, self.target, self.draft, state_dict)
 
     # ---- internals -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _change(self, name: str) -> Iterator[None]:
+        """Admits one change of the drafter or of weights at a time; `name` is the method."""
+        if not self._changes.acquire(blocking=False):
+            raise BusyError(
+                f"{name}: another change of the drafter or of weights is under way; wait until it "
+                "has ended"
+            )
+        try:
+            yield
+        finally:
+            self._changes.release()
 
     def _encode_whole(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt to which no output is added."""
@@ -346,7 +442,6 @@ class RunningLLM(RunningEngine):
             lambda: RequestStream(
                 self._dispatcher,
                 requests,
-                num_speculative_tokens=self._num_speculative_tokens,
                 owner=self,
             ),
         )
@@ -360,20 +455,16 @@ class Internals:
         dispatcher: Delivers the events of the engine.
         requests: Makes the requests.
         chat_templates: Render conversations.
-        num_speculative_tokens: k; None without speculative decoding.
     """
 
     dispatcher: Dispatcher
     requests: RequestFactory
     chat_templates: ChatTemplates
-    num_speculative_tokens: int | None
 
 
 def internals(llm: RunningLLM) -> Internals:
     """Returns the parts of an `LLM` for the package's own use."""
-    return Internals(
-        llm._dispatcher, llm._requests, llm._chat_templates, llm._num_speculative_tokens
-    )
+    return Internals(llm._dispatcher, llm._requests, llm._chat_templates)
 
 
 def _progress_bar(total: int, *, is_shown: bool | None) -> Any:

@@ -132,8 +132,10 @@ def _check_conditions(config: SpeculativeFields) -> None:
 
 def _set_defaults(config: SpeculativeFields) -> None:
     """Sets keys that are not given and whose default depends on other keys."""
-    if config.method == "ngram":
-        low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    is_given = low is not None or high is not None
+    accepts = config.method in (None, *KEYS["prompt_lookup_max"].methods)
+    if config.method == "ngram" or (is_given and accepts):
         if low is None:
             low = DEFAULT_PROMPT_LOOKUP if high is None else high
         _set(config, "prompt_lookup_min", low)

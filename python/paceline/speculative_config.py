@@ -121,7 +121,12 @@ class SpeculativeConfig(SpeculativeFields):
             raise wrong_type("speculative_config", value, "a mapping or a JSON object")
         fields = [name for name in KEYS if name not in _NESTED_KEYS]
         _check_keys("speculative_config", value, (*fields, "x"))
-        if value.get("model") == VLLM_NGRAM and value.get("method") in (None, "ngram"):
+        if value.get("model") == VLLM_NGRAM:
+            if value.get("method") not in (None, "ngram"):
+                raise ValueError(
+                    f"speculative_config['model'] is {VLLM_NGRAM!r}, vLLM's name of prompt lookup, "
+                    f"and 'method' is {shorten(value['method'])}; allowed: 'ngram', or no 'method'"
+                )
             value = {**value, "method": "ngram", "model": None}
         if not value:
             raise lacks_k(may_name_method=True)

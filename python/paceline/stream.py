@@ -30,7 +30,6 @@ class RequestStream(Iterator[StreamChunk]):
         dispatcher: Dispatcher,
         requests: Sequence[Request],
         *,
-        num_speculative_tokens: int | None,
         owner: object,
     ) -> None:
         """Queues the requests; all or none.
@@ -38,7 +37,6 @@ class RequestStream(Iterator[StreamChunk]):
         Args:
             dispatcher: The dispatcher of the engine.
             requests: The samples to run; those of one prompt are adjacent and in order.
-            num_speculative_tokens: k; None without speculative decoding.
             owner: An object that is kept alive while requests run.
         """
         self._is_closed = True  # for `__del__`, until there is a session
@@ -59,7 +57,7 @@ class RequestStream(Iterator[StreamChunk]):
                 if request.sample == 0:
                     request_id = ids[len(self._groups)]
                     samples: list[Request] = []
-                    self._groups[request_id] = RequestGroup(samples, num_speculative_tokens)
+                    self._groups[request_id] = RequestGroup(samples)
                 request.request_id, request.queued_at = str(request_id), queued_at
                 samples.append(request)
                 self._num_open += 1

@@ -129,7 +129,8 @@ def from_modules(
 
 
 class BusyError(RuntimeError):
-    """The weights cannot change now, because requests run or wait."""
+    """Weights or the drafter cannot change now, because requests run or wait, or because another
+    change is under way."""
 
 
 def update_weights(
@@ -156,17 +157,17 @@ def update_weights(
         raise ValueError(
             "draft_state_dict is given, but target and drafter are the same model; allowed: None"
         )
-    opened = _reopen(target, state_dict, "state_dict")
-    updates = [(target.model, _named_tensors(opened))]
+    opened = reopen(target, state_dict, "state_dict")
+    updates = [(target.model, named_tensors(opened))]
     tensors = opened.tensors
-    new_target = _renewed(target, opened)
+    new_target = renewed(target, opened)
     new_facts = dataclasses.replace(opened.as_target(), path=target.path)
     new_draft = draft
     if draft_state_dict is not None and draft is not None:
-        opened = _reopen(draft, draft_state_dict, "draft_state_dict", new_facts)
-        updates.append((draft.model, _named_tensors(opened)))
+        opened = reopen(draft, draft_state_dict, "draft_state_dict", new_facts)
+        updates.append((draft.model, named_tensors(opened)))
         tensors += opened.tensors
-        new_draft = _renewed(draft, opened)
+        new_draft = renewed(draft, opened)
 
     def update() -> None:
         _core.update_models(updates)
@@ -192,13 +193,24 @@ def _has_own_drafter(target: StateDict, method: str | None) -> bool:
     return method is not None and method in (MTP, own_block_kind(target.config))
 
 
-def _reopen(
+def reopen(
     loaded: LoadedModel,
     tensors: Mapping[str, Any],
     name: str,
     target: Target | None = None,
 ) -> OpenedModel:
-    """Checks new tensors against the configuration that a model was loaded with."""
+    """Checks new tensors against the configuration that a model was loaded with.
+
+    Args:
+        loaded: The model.
+        tensors: Its new tensors by name.
+        name: The argument that has them, for messages.
+        target: For a drafter: the facts of its target.
+
+    Raises:
+        ModelFileError: A tensor is missing, unknown, misshapen or cannot be read; names it.
+        NotImplementedError: The model was not read from the layout of Hugging Face.
+    """
     if loaded.hf_config is None:
         raise NotImplementedError(
             f"update_weights: {loaded.path} was not read from the layout of Hugging Face, whose "
@@ -222,7 +234,8 @@ def _reopen(
     return opened
 
 
-def _named_tensors(opened: OpenedModel) -> list[tuple[str, _core.Tensor]]:
+def named_tensors(opened: OpenedModel) -> list[tuple[str, _core.Tensor]]:
+    """The tensors of an opened model, as `_core.update_models` takes them."""
     named = [(tensor.spec.name, _narrowed(opened, tensor)) for tensor in opened.tensors]
     named += [(name, _core.Tensor(ids, name)) for name, ids in opened.ids.items()]
     return named
@@ -238,7 +251,8 @@ def _narrowed(opened: OpenedModel, tensor: BoundTensor) -> _core.Tensor:
     return tensor.shard.part(tensor.source, tensor.spec.part)
 
 
-def _renewed(loaded: LoadedModel, opened: OpenedModel) -> LoadedModel:
+def renewed(loaded: LoadedModel, opened: OpenedModel) -> LoadedModel:
+    """What is known of a model after its tensors were replaced."""
     return dataclasses.replace(
         loaded, stored_dtypes=opened.stored_dtypes, notes=opened.notes, is_dummy=False
     )

@@ -198,7 +198,7 @@ TEST(RowOps, AFixedDraftHeadStaysWhereItIsWhileItsDraftsGoOn) {
 
 TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   const auto propose = [](const Tokens& tokens, int32_t min, int32_t max, int32_t k,
-                          int32_t limit = kMaxLen) {
+                          int32_t limit = kMaxLen, bool keeps_drafts = false) {
     Window window(Tokens(static_cast<size_t>(k), -1), {}, static_cast<int32_t>(tokens.size()),
                   limit);
     std::copy(tokens.begin(), tokens.end(), window.s.history + kMaxLen);
@@ -206,7 +206,8 @@ TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
                                .sequences = window.s,
                                .max_seqs = 1,
                                .min_tokens = min,
-                               .max_tokens = max});
+                               .max_tokens = max,
+                               .keeps_drafts = keeps_drafts});
     const int32_t* drafts = window.s.draft_tokens + k;
     return Tokens(drafts, drafts + window.s.draft_len[1]);
   };
@@ -219,6 +220,9 @@ TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   EXPECT_EQ(propose({4}, 1, 3, 4), Tokens{});
   EXPECT_EQ(propose({5, 5, 5}, 1, 4, 4), (Tokens{5}));  // 5 5 has followed 5 5 once: overlapping
   EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4), (Tokens{5}));
+  // In front of a model: what a match gives, or the drafts that are there.
+  EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4, kMaxLen, true), (Tokens{5}));
+  EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4, kMaxLen, true), Tokens(4, -1));
 }
 
 TEST(RowOps, DraftsGoToTheColumnOfTheStepCounter) {

@@ -146,7 +146,7 @@ TEST(WeightUpdate, WaitsForTheDeviceAndHoldsRequests) {
       const int64_t num_iterations = executor.stats().num_iterations;
       ASSERT_TRUE(executor.add_request(request));
       EXPECT_THAT(message_of<InvalidArgument>([&] { (void)executor.while_idle([] {}); }),
-                  HasSubstr("another update of the weights is under way"));
+                  HasSubstr("another update of the weights or of the drafter is under way"));
       std::this_thread::sleep_for(std::chrono::milliseconds(30));
       EXPECT_TRUE(executor.poll(0).empty());
       EXPECT_EQ(executor.stats().num_iterations, num_iterations);

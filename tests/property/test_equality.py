@@ -20,7 +20,9 @@ import functools
 import itertools
 import os
 import random
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -31,6 +33,7 @@ from equality_models import (
     ASSISTANTS,
     BLOCKS,
     DRAFTERS,
+    HEADS,
     STAGES,
     TARGETS,
     is_possible,
@@ -293,6 +296,64 @@ def test_other_acceptance_at_temperature_zero(method: str, samples_drafts: bool)
             draft_sample_method="probabilistic" if samples_drafts else "greedy",
             draft_proposals=rng.choice([0, 1, 5, 256]) if samples_drafts else 0,
         )
+
+
+def test_prompt_lookup_in_front_of_a_model() -> None:
+    rng = random.Random(f"{SEED}-lookup")
+    for drafter in ("mtp", *HEADS, *ASSISTANTS, *BLOCKS, *STAGES):
+        for _ in range(2):
+            cell = random_cell(rng, drafter=drafter)
+            check(cell, prompt_lookup_min=1, prompt_lookup_max=rng.choice([1, 2, 4]))
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_drafters_change_while_jobs_run(family: str) -> None:
+    """Every drafter of a family takes its turn, while the jobs run over and over."""
+    rng = random.Random(f"{SEED}-{family}")
+    drafters = [drafter for drafter in DRAFTERS if is_possible(family, drafter)]
+    first = random_cell(rng, family=family, drafter="ngram", ranks=1, is_tight=False)
+    target = model(family, "target", first.dtype)
+
+    def parts(drafter: str) -> tuple[_core.Model | None, dict[str, Any]]:
+        cell = random_cell(rng, family=family, drafter=drafter)
+        draft = None if drafter == "ngram" else model(family, drafter, first.dtype).model
+        return draft, options(cell, 0)
+
+    expected = plain_outcomes(
+        family, first.dtype, first.batch, first.temperature, first.has_sampling, first.num_samples
+    )
+    executor = _core.Executor(target.model, None, options(first, 32 << 20))
+    turns = [
+        (None, {"num_speculative_tokens": 0}),
+        *map(parts, rng.sample(drafters, len(drafters))),
+    ]
+    is_over = threading.Event()
+
+    def change() -> None:
+        try:
+            for draft, given in turns:
+                executor.set_drafter(draft, given)
+        finally:
+            is_over.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        changes = pool.submit(change)
+        try:
+            num_runs = 0
+            while num_runs == 0 or not is_over.is_set():
+                actual = run(
+                    executor, jobs(first.batch, first.has_sampling), first.temperature,
+                    num_samples=first.num_samples,
+                )  # fmt: skip
+                num_runs += 1
+                for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
+                    assert got.tokens == want.tokens, f"job {i}, PACELINE_SEED={SEED}"
+                    assert got.finish_reason == want.finish_reason, f"job {i}"
+                    assert got.logprobs == want.logprobs, f"job {i}"
+            changes.result()
+            assert executor.check_integrity() == ""
+        finally:
+            executor.close()
 
 
 def test_tight_cells_reject_drafts_preempt_share_and_evict() -> None:

@@ -142,7 +142,8 @@ def test_an_mtp_layer_needs_no_model() -> None:
     assert (config.model, config.k, config.is_incomplete) == (None, 3, False)
     refuses(MTP | {"revision": "main"}, ValueError, "['revision'] is 'main'", "no 'revision'")
     refuses({"method": "mtp"}, ValueError, "lacks 'num_speculative_tokens'")
-    refuses(MTP | {"prompt_lookup_max": 4}, ValueError, "method is 'mtp'", "only with 'ngram'")
+    stacked = SpeculativeConfig.parse(MTP | {"prompt_lookup_max": 4})
+    assert (stacked.prompt_lookup_min, stacked.prompt_lookup_max) == (4, 4)
 
 
 def test_draft_feedback() -> None:

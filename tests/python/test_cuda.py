@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,35 @@ def test_what_progress_raises_ends_the_start(target: Path, kind: type[BaseExcept
     assert executor.add_request([1, 2, 3], temperature=0.0, max_tokens=4) is not None
     assert executor.check_integrity() == ""
     executor.close()
+
+
+def test_drafters_change_while_requests_run(target: Path, draft: Path) -> None:
+    expected = plain_tokens(target, 1.0)
+    fixed = {"x": {"adaptive": False}}
+    model = {"model": str(draft), "num_speculative_tokens": 4, **fixed}
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, **fixed}
+    with open_llm(target, draft) as llm:
+        workspace = llm.memory_report()["workspace"]
+        tensors = tiny_models.load_tensors(draft)
+        found: list[list[list[int]]] = []
+        is_over = threading.Event()
+
+        def load() -> None:
+            while not is_over.is_set() or not found:
+                found.append(generate(llm, 1.0))
+
+        requests = threading.Thread(target=load)
+        requests.start()
+        try:
+            for config in (lookup, None, model) * 5:
+                llm.set_drafter(config, show_progress=False)
+                if config is model:
+                    llm.update_drafter(tensors)
+        finally:
+            is_over.set()
+            requests.join()
+        assert found and all(tokens == expected for tokens in found)
+        assert llm.memory_report()["workspace"] == workspace
 
 
 def test_devices_are_not_mixed(target: Path, draft: Path) -> None:

@@ -18,6 +18,7 @@ PRINTED = {
     "batch.py": "--- log-probability",
     "capture.py": "served with an acceptance length of",
     "chat.py": "assistant> ",
+    "drafters.py": "the outputs are the same: True",
     "eagle3.py": "the tokens of plain decoding",
     "ngram_edit.py": "tokens per iteration",
     "receipts.py": "edited: different, first at token 5: ",

@@ -144,7 +144,7 @@ class _Event:
     def __init__(self, id: int, token_ids: list[int], finish_reason: str | None, error: str = ""):
         self.id, self.token_ids = id, token_ids
         self.finish_reason, self.error = finish_reason, error
-        self.counters: dict[str, Any] = {}
+        self.counters: dict[str, Any] = {"drafted_per_position": []}
 
 
 class _FakeExecutor:
@@ -211,7 +211,7 @@ def test_a_failed_request_does_not_affect_others(llm: LLM, monkeypatch: pytest.M
 
 def test_a_failed_engine_raises_its_cause_every_time() -> None:
     dispatcher = Dispatcher(_FakeExecutor(MemoryError("gone")))  # type: ignore[arg-type]
-    stream = RequestStream(dispatcher, requests_for(2), num_speculative_tokens=None, owner=None)
+    stream = RequestStream(dispatcher, requests_for(2), owner=None)
     with pytest.raises(MemoryError, match="gone"):
         next(stream)
     with pytest.raises(MemoryError, match="gone"):
@@ -229,7 +229,7 @@ def test_every_consumer_of_a_stream_gets_the_error() -> None:
         raise MemoryError("gone")
 
     executor.poll = poll  # type: ignore[method-assign]
-    stream = RequestStream(dispatcher, requests_for(2), num_speculative_tokens=None, owner=None)
+    stream = RequestStream(dispatcher, requests_for(2), owner=None)
     with ThreadPoolExecutor(4) as pool:
         consumers = [pool.submit(next, stream) for _ in range(4)]
         may_fail.set()
@@ -251,7 +251,7 @@ def test_a_ctrl_c_while_requests_are_queued_cancels_them() -> None:
 
     executor.add_requests = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        RequestStream(dispatcher, requests_for(4), num_speculative_tokens=None, owner=None)
+        RequestStream(dispatcher, requests_for(4), owner=None)
     assert executor.num_cancelled == 4
     assert not dispatcher.sessions
     dispatcher.close()
@@ -293,7 +293,7 @@ def test_an_error_during_delivery_reaches_the_callers() -> None:
         raise LookupError("lost")
 
     dispatcher._deliver = fail  # type: ignore[method-assign]
-    stream = RequestStream(dispatcher, requests_for(1), num_speculative_tokens=None, owner=None)
+    stream = RequestStream(dispatcher, requests_for(1), owner=None)
     with pytest.raises(LookupError, match="lost"):
         next(stream)
     dispatcher.close()

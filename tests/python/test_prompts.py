@@ -110,9 +110,9 @@ def test_outputs_name_their_request(llm: LLM) -> None:
 def test_cached_tokens_are_the_engines(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
 
-    def spy(samples: Any, num_speculative_tokens: int | None) -> RequestOutput:
+    def spy(samples: Any) -> RequestOutput:
         events.extend(sample.last_event for sample in samples)
-        return request_output(samples, num_speculative_tokens)
+        return request_output(samples)
 
     monkeypatch.setattr("paceline.request.request_output", spy)
     # No other test of the engine begins a prompt like this one, so nothing of it is cached.

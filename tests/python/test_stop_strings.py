@@ -312,7 +312,6 @@ def stream_of(session: _ScriptedSession, params: SamplingParams) -> RequestStrea
     return RequestStream(
         session,  # type: ignore[arg-type]
         requests,
-        num_speculative_tokens=4,
         owner=None,
     )
 

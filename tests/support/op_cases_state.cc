@@ -56,7 +56,8 @@ OpInstance make_ngram(const World& world, const StateSpec& s) {
                                           .sequences = world.sequences(at),
                                           .max_seqs = s.max_seqs,
                                           .min_tokens = 2,
-                                          .max_tokens = 5});
+                                          .max_tokens = 5,
+                                          .keeps_drafts = s.drafted_by == DraftedBy::kHead});
   });
   return op;
 }
@@ -304,7 +305,8 @@ std::vector<OpCase> state_op_cases() {
         const bool is_plain = drafted_by == DraftedBy::kModel && !stops_early;
         const bool has_variant = op == StateOp::kDraftSteps ||
                                  (op == StateOp::kAssembleFirstRows && !stops_early) ||
-                                 (op == StateOp::kDraftBlocks && drafted_by != DraftedBy::kFixed);
+                                 (op == StateOp::kDraftBlocks && drafted_by != DraftedBy::kFixed) ||
+                                 (op == StateOp::kProposeNgram && drafted_by == DraftedBy::kHead);
         if (!is_plain && !has_variant) continue;
         spec.drafted_by = drafted_by;
         spec.stops_early = stops_early;

@@ -73,10 +73,11 @@ struct SpeculativeOptions {
   // How drafts are chosen. kGreedy is allowed with kStandard and kBlock only. With these two
   // methods prompt lookup needs it, because its drafts have no distribution to be sampled from.
   DraftSampleMethod draft_sample_method = DraftSampleMethod::kProbabilistic;
-  // Prompt lookup, instead of a drafter. The method is "ngram" then. The drafts are the k tokens
-  // that followed the earlier occurrence of a sequence's last n tokens, for the largest n in
-  // [prompt_lookup_min, prompt_lookup_max] with such an occurrence. Both 0: off; otherwise 1 <=
-  // prompt_lookup_min <= prompt_lookup_max.
+  // Prompt lookup. The drafts are the k tokens that followed the earlier occurrence of a sequence's
+  // last n tokens, for the largest n in [prompt_lookup_min, prompt_lookup_max] with such an
+  // occurrence. Without a drafter the method is "ngram". Beside a draft head, whose drafts these
+  // replace where there are any, it needs kCoupled. Both 0: off; otherwise 1 <= prompt_lookup_min
+  // <= prompt_lookup_max.
   int32_t prompt_lookup_min = 0;
   // See prompt_lookup_min; at most 256. A longer n-gram would seldom match and never help.
   int32_t prompt_lookup_max = 0;
@@ -289,8 +290,10 @@ void visit_options(Options& o, const Visit& visit) {
 template <class Visit>
 void visit_methods(const SpeculativeOptions& o, const Visit& visit) {
   visit("drafter", o.drafter, "", "'custom'");
-  visit("prompt_lookup_min", o.prompt_lookup_min, "", "'ngram'");
-  visit("prompt_lookup_max", o.prompt_lookup_max, "", "'ngram'");
+  visit("prompt_lookup_min", o.prompt_lookup_min, "",
+        "'ngram', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
+  visit("prompt_lookup_max", o.prompt_lookup_max, "",
+        "'ngram', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
   visit("draft_stop_threshold", o.draft_stop_threshold, "whose drafts have no probability",
         "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
   visit("draft_position", o.draft_position, "whose drafts have one position each", "'gemma4_mtp'");

@@ -250,10 +250,33 @@ class PACELINE_API Executor {
   // call of while_idle runs, and for a model that another executor uses too.
   [[nodiscard]] int64_t while_idle(const std::function<void()>& body);
 
+  // Replaces the drafter between two iterations, while requests run. The new one is made ready
+  // beside them: its buffers and captured programs need memory beside those so far, which are freed
+  // afterwards. The KV pool passes on, so all that runs is then computed again from its known
+  // tokens, as after a preemption; outputs do not change by a token. `draft` is null for plain
+  // decoding and prompt lookup. `speculative` takes the place of that of the options; the other
+  // options stay, but max_num_batched_tokens is chosen anew if it was 0. `progress` as for the
+  // constructor. If it throws, the drafter so far goes on: InvalidArgument as the constructor does,
+  // for a request that runs or waits and would not fit the pool, for an acceptance method other
+  // than kCoupled, with which tokens depend on drafts, before or after, and while another call
+  // changes the drafter; Unsupported for a drafter of the caller before or after, and with several
+  // ranks; OutOfMemory and DeviceError. Returns for how many microseconds the engine rested between
+  // the two iterations.
+  double set_drafter(std::shared_ptr<const Model> draft, const SpeculativeOptions& speculative,
+                     const Progress& progress = {});
+
+  // Runs `body` on the calling thread between two iterations, for an update_models of the drafter
+  // alone while requests run. Iterations wait until it has returned. The drafter's KV of the
+  // requests that run then comes from both weights, so fewer of their drafts may be accepted.
+  // Rethrows what `body` throws. Throws InvalidArgument without a drafter that is a model of its
+  // own, if another executor uses it too, while another call changes the drafter, and for an
+  // acceptance method other than kCoupled.
+  void update_drafter(const std::function<void()>& body);
+
   // The target's vocabulary size, which is the width of logits.
   [[nodiscard]] int32_t vocab_size() const;
   // As given; a value that was chosen because it was 0 is the one in effect.
-  [[nodiscard]] const ExecutorOptions& options() const;
+  [[nodiscard]] ExecutorOptions options() const;
 
  private:
   struct Impl;

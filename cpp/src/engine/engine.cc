@@ -37,11 +37,6 @@ FinishReason reason_of(SequenceOutcome outcome) {
   return FinishReason::kError;
 }
 
-// Fewest prompt rows that are chosen for an iteration. A GPU computes this many in the time that it
-// takes to read the weights.
-constexpr int32_t kFewestRows = 128;
-constexpr int32_t kFewestRowsCpu = 16;
-
 // Whether the options exclude tokens, so that no token may be left.
 bool excludes_tokens(const Sequence& sequence) {
   const SamplingOptions& s = sequence.sampling;
@@ -53,13 +48,12 @@ bool excludes_tokens(const Sequence& sequence) {
 
 Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique_ptr<Runner> runner)
     : options_(options),
-      layout_(layout),
+      layout_(&layout),
       runner_(std::move(runner)),
       pool_(layout),
       scheduler_(options.scheduler, pool_),
       ring_(options.scheduler.max_in_flight + 1),
-      chunk_chooser_(decode_buckets(options.scheduler.max_num_seqs),
-                     options.device == Device::kCpu ? kFewestRowsCpu : kFewestRows),
+      chunk_chooser_(make_chunk_chooser(options)),
       draft_schedule_(options.draft_schedule_seed, options.scheduler.draft_lengths),
       interval_log_(options.log_interval_s),
       start_us_(now_us()),
@@ -107,6 +101,10 @@ void Engine::loop() {
 
 bool Engine::iterate() {
   if (!take_in()) return false;
+  if (is_draining_) {
+    if (newest_launched_ > newest_read_) read_oldest();
+    return true;
+  }
   // The host runs ahead: it launches the next iteration before it reads the last one.
   const auto in_flight = [&] { return newest_launched_ - newest_read_; };
   const bool has_launched = in_flight() < options_.scheduler.max_in_flight && launch_next();
@@ -128,22 +126,24 @@ bool Engine::take_in() {
   {
     std::unique_lock lock(mutex_);
     const auto has_news = [&] {
-      if (stops_) return true;
+      // The caller that holds the engine works on it.
       if (is_held_) return !is_at_rest_;
+      if (stops_ || !is_idle()) return true;
       return wants_integrity_ || !incoming_.empty() || !cancellations_.empty();
     };
-    if (is_idle()) {
-      is_idle_ = true;
+    const bool is_between = is_held_between_ && newest_read_ == newest_launched_;
+    if (is_idle() || is_between) {
+      is_idle_ = is_idle();
       if (is_held_) {
         is_at_rest_ = true;
         wake_caller_.notify_all();
       }
-      if (wants_integrity_ && incoming_.empty()) {
+      if (wants_integrity_ && incoming_.empty() && is_idle()) {
         std::string integrity = pool_.check_integrity();
         if (const PrefixCache* cache = scheduler_.prefix_cache(); cache && integrity.empty()) {
           integrity = cache->check_integrity();
         }
-        for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
+        for (GroupId g = 0; g < static_cast<GroupId>(layout_->groups.size()); ++g) {
           if (integrity.empty() && pool_.num_held(g) + pool_.num_quarantined(g) > 0) {
             integrity = concat("the engine is idle, but group ", g, " holds ", pool_.num_held(g),
                                " blocks and quarantines ", pool_.num_quarantined(g));
@@ -157,7 +157,9 @@ bool Engine::take_in() {
       interval_log_.resume(now_us());
     }
     if (stops_ || failure_ != nullptr) return false;
+    is_draining_ = is_held_between_;
     if (is_held_) return true;
+    if (std::exchange(requeues_, false)) requeue();
     if (std::exchange(forgets_prefixes_, false)) scheduler_.forget_prefixes();
     while (!incoming_.empty()) {
       // The samples are always in incoming_ or in requests_, so an exception loses none.
@@ -383,7 +385,7 @@ void Engine::delay() {
 
 void Engine::publish_usage() {
   const std::scoped_lock lock(mutex_);
-  const auto num_groups = static_cast<GroupId>(layout_.groups.size());
+  const auto num_groups = static_cast<GroupId>(layout_->groups.size());
   usage_.held_blocks.resize(num_groups);
   usage_.quarantined_blocks.resize(num_groups);
   usage_.cached_blocks.resize(num_groups);
@@ -419,7 +421,7 @@ void Engine::log_interval() {
     num_running = statistics_.num_running();
     num_waiting = statistics_.num_waiting();
   }
-  const auto num_slabs = static_cast<double>(layout_.num_usable_slabs());
+  const auto num_slabs = static_cast<double>(layout_->num_usable_slabs());
   const double kv_usage = 1 - static_cast<double>(pool_.num_free_slabs()) / num_slabs;
   log_made(LogLevel::kInfo, [&] {
     return interval_log_.line(counts, num_running, num_waiting, kv_usage,

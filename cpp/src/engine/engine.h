@@ -76,6 +76,13 @@ struct EngineOptions {
   uint64_t draft_schedule_seed = 0;  // see ExecutorOptions
 };
 
+// What a change of the drafter exchanges.
+struct EngineParts {
+  EngineOptions options;
+  const KvLayout* layout = nullptr;  // outlives its use
+  std::unique_ptr<Runner> runner;
+};
+
 class Engine {
  public:
   // The layout must outlive the engine.
@@ -95,6 +102,15 @@ class Engine {
   [[nodiscard]] std::vector<KernelTime> trace_iteration(int32_t timeout_ms);
   [[nodiscard]] std::string check_integrity();
   [[nodiscard]] int64_t while_idle(const std::function<void()>& body);
+  void update_drafter(const std::function<void()>& body);
+
+  // Goes on with other parts after the iterations in flight, and gives back those so far. All that
+  // runs is computed again from its known tokens, as after a preemption; what waits keeps waiting.
+  // The options may differ only in what follows from the drafter. `on_replaced` is called before
+  // the next iteration, and must not throw. Changes nothing if it throws: InvalidArgument for a
+  // request that needs more blocks than the new pool has, and while another call holds the engine.
+  // Returns for how many microseconds the engine's thread rested.
+  double replace(EngineParts& parts, const std::function<void()>& on_replaced);
 
   // Block counts of every group, for the memory report.
   struct KvUsage {
@@ -139,6 +155,12 @@ class Engine {
             .num_draft_tokens = options_.shape.num_draft_tokens,
             .host_drafter = options_.host_drafter};
   }
+  // Runs `body` on the calling thread while the engine's thread rests, `lock` unlocked: once
+  // nothing is in flight, or with `is_between` between two iterations. Throws as while_idle does.
+  void run_held(std::unique_lock<std::mutex>& lock, bool is_between,
+                const std::function<void()>& body);
+  // Every sample that has not ended; the caller holds the engine.
+  void for_each_open(const std::function<void(Sequence&)>& visit);
   // Returns nullopt if the queue has no room for all.
   [[nodiscard]] std::optional<std::vector<RequestId>> queue(std::vector<Samples> requests);
 
@@ -147,6 +169,7 @@ class Engine {
   bool iterate();      // false: the engine shall stop
   bool take_in();      // requests and cancellations; false: the engine shall stop
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
+  [[nodiscard]] static ChunkChooser make_chunk_chooser(const EngineOptions& options);
   void choose_drafts(IterationPlan& plan);
   void choose_prompt_rows(IterationPlan& plan);
   // While prompts are computed: the number of sequences that will decode after them, which probably
@@ -167,6 +190,8 @@ class Engine {
   bool apply(const PlannedSequence& launch, const SequenceResult& result,
              const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
+  // After `replace`: gives all samples to the scheduler, which knows none.
+  void requeue();
   // Gives a sample to the scheduler.
   void begin_sample(Sequence& sequence);
   // Asks the guide of a sequence, if it has one, for its next window. `drafts`: the device's.
@@ -206,8 +231,9 @@ class Engine {
     return requests_.empty() && newest_read_ == newest_launched_;
   }
 
-  const EngineOptions options_;
-  const KvLayout& layout_;
+  // `replace` exchanges these while the engine's thread rests, under both mutexes.
+  EngineOptions options_;
+  const KvLayout* layout_;
   std::unique_ptr<Runner> runner_;
   SlabPool pool_;
   Scheduler scheduler_;
@@ -225,10 +251,15 @@ class Engine {
   double last_iteration_us_ = 0;           // device time of the iteration that was read last
   int32_t last_num_drafts_ = -1;           // k' of the newest launch
   bool has_device_failed_ = false;
+  bool is_draining_ = false;  // nothing is launched until the engine has rested
   ChunkChooser chunk_chooser_;
   DraftSchedule draft_schedule_;
   IntervalLog interval_log_;
   std::minstd_rand delays_{12345};
+
+  // Held while callers check and queue requests, which depends on the options; locked before
+  // mutex_.
+  std::mutex admission_mutex_;
 
   // Shared, under mutex_.
   std::mutex mutex_;
@@ -248,10 +279,12 @@ class Engine {
   KvUsage usage_;
   std::vector<PrefixCache::GroupCounts> prefix_counts_at_reset_;
   bool is_idle_ = true;
-  // While a call of while_idle is under way: nothing is taken in; and, from then on until it ends,
-  // the device rests.
+  // While a call of run_held is under way: nothing is taken in; with is_held_between_ nothing is
+  // launched; and, from is_at_rest_ on until it ends, the device rests.
   bool is_held_ = false;
+  bool is_held_between_ = false;
   bool is_at_rest_ = false;
+  bool requeues_ = false;          // after `replace`
   bool forgets_prefixes_ = false;  // a call has ended, so the weights may have changed
   bool stops_ = false;
   bool wants_trace_ = false;

@@ -30,7 +30,7 @@ void Engine::check_request(const Request& request) const {
   if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
     throw InvalidArgument(concat("a request of ", prompt_len, " prompt tokens and ", limit,
                                  " tokens in all needs more KV blocks than the whole pool of ",
-                                 layout_.pool_bytes >> 10,
+                                 layout_->pool_bytes >> 10,
                                  " KiB has; raise kv_cache_bytes or lower max_tokens"));
   }
 }
@@ -72,6 +72,7 @@ std::optional<std::vector<RequestId>> Engine::queue(std::vector<Samples> request
 }
 
 std::optional<RequestId> Engine::add_request(Request request) {
+  const std::scoped_lock admission(admission_mutex_);
   check_request(request);
   std::vector<Samples> one;
   one.push_back(make_samples(std::move(request), sample_bounds()));
@@ -80,6 +81,7 @@ std::optional<RequestId> Engine::add_request(Request request) {
 }
 
 std::optional<std::vector<RequestId>> Engine::add_requests(std::vector<Request> requests) {
+  const std::scoped_lock admission(admission_mutex_);
   if (options_.max_waiting_requests > 0 &&
       requests.size() > static_cast<size_t>(options_.max_waiting_requests)) {
     throw InvalidArgument(concat("requests has ", requests.size(),
@@ -150,10 +152,10 @@ ExecutorStats Engine::stats() {
     }
   }
   stats.uptime_s = static_cast<double>(now_us() - start_us_) * 1e-6;
-  stats.kv_num_slabs = layout_.num_usable_slabs();
+  stats.kv_num_slabs = layout_->num_usable_slabs();
   stats.kv_free_slabs = usage_.free_slabs;
-  for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    const int64_t blocks_per_slab = layout_.blocks_per_slab(static_cast<GroupId>(g));
+  for (size_t g = 0; g < layout_->groups.size(); ++g) {
+    const int64_t blocks_per_slab = layout_->blocks_per_slab(static_cast<GroupId>(g));
     const PrefixCache::GroupCounts& hits = usage_.prefix_counts[g];
     const PrefixCache::GroupCounts& at_reset = prefix_counts_at_reset_[g];
     stats.kv_groups.push_back({.held_blocks = usage_.held_blocks[g],
@@ -205,15 +207,25 @@ std::string Engine::check_integrity() {
 
 int64_t Engine::while_idle(const std::function<void()>& body) {
   std::unique_lock lock(mutex_);
+  if (!is_held_ && failure_ == nullptr && !open_.empty()) {
+    return static_cast<int64_t>(open_.size());
+  }
+  run_held(lock, /*is_between=*/false, body);
+  return 0;
+}
+
+void Engine::run_held(std::unique_lock<std::mutex>& lock, bool is_between,
+                      const std::function<void()>& body) {
   if (failure_ != nullptr) std::rethrow_exception(failure_);
   if (is_held_) {
-    throw InvalidArgument("another update of the weights is under way; wait until it has ended");
+    throw InvalidArgument(
+        "another update of the weights or of the drafter is under way; wait until it has ended");
   }
-  if (!open_.empty()) return static_cast<int64_t>(open_.size());
   is_held_ = true;
+  is_held_between_ = is_between;
   const auto release = [&] {
-    is_held_ = is_at_rest_ = false;
-    forgets_prefixes_ = true;
+    is_held_ = is_held_between_ = is_at_rest_ = false;
+    if (!is_between) forgets_prefixes_ = true;
     wake_engine_.notify_one();
   };
   // Iterations that were launched ahead of the last result still read the weights.
@@ -233,7 +245,6 @@ int64_t Engine::while_idle(const std::function<void()>& body) {
   }
   lock.lock();
   release();
-  return 0;
 }
 
 }  // namespace paceline

@@ -7,11 +7,17 @@
 #include <mutex>
 
 #include "engine/engine.h"
+#include "runner/iteration_runner.h"
 #include "scheduler/iteration_plan.h"
 #include "wire/batch_shape.h"
 
 namespace paceline {
 namespace {
+
+// Fewest prompt rows that are chosen for an iteration. A GPU computes this many in the time that it
+// takes to read the weights.
+constexpr int32_t kFewestRows = 128;
+constexpr int32_t kFewestRowsCpu = 16;
 
 // Most tokens with which a drafter catches up to explore a number of drafts.
 constexpr int32_t kMostExploredCatchUp = 128;
@@ -21,6 +27,11 @@ constexpr int32_t kMostExploredCatchUp = 128;
 constexpr int32_t kManyPrompts = 8;
 
 }  // namespace
+
+ChunkChooser Engine::make_chunk_chooser(const EngineOptions& options) {
+  return ChunkChooser(decode_buckets(options.scheduler.max_num_seqs),
+                      options.device == Device::kCpu ? kFewestRowsCpu : kFewestRows);
+}
 
 void Engine::choose_drafts(IterationPlan& plan) {
   plan.max_catch_up = INT32_MAX;

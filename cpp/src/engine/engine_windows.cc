@@ -80,7 +80,7 @@ void Engine::await_answers(std::optional<double> most_us) {
     return;
   }
   wake_engine_.wait(lock, [&] {
-    return stops_ || !answers_.empty() || !incoming_.empty() || !cancellations_.empty();
+    return stops_ || is_held_ || !answers_.empty() || !incoming_.empty() || !cancellations_.empty();
   });
 }
 

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/executor.h>
 
+#include <algorithm>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -68,23 +71,100 @@ class ModelLease {
   const Model* model_;
 };
 
-struct Executor::Impl {
-  Impl(std::shared_ptr<const Model> target_model, std::shared_ptr<const Model> draft_model,
-       const ExecutorOptions& executor_options, const Progress& progress)
-      : target(std::move(target_model)),
-        draft(std::move(draft_model)),
-        target_lease(target.get()),
-        draft_lease(draft == target ? nullptr : draft.get()),
-        sizes(choose_sizes(executor_options, *target, draft.get(), std::nullopt)),
-        options(sizes.options),
-        targets(rank_targets(target, options)),
-        drafts(rank_drafts(draft, options)),
-        layout(plan_layout(options, *targets.front(), draft.get())) {
-    std::unique_ptr<Runner> runner = make_runner(targets, drafts, layout, options, progress);
+namespace {
+
+// What follows from the drafter, beside what the engine has.
+struct Drafting {
+  Drafting(const std::shared_ptr<const Model>& target, std::shared_ptr<const Model> draft_model,
+           const DefaultSizes& chosen, const RankModels& targets)
+      : draft(std::move(draft_model)),
+        lease(draft == target ? nullptr : draft.get()),
+        sizes(chosen),
+        drafts(rank_drafts(draft, sizes.options)),
+        layout(plan_layout(sizes.options, *targets.front(), draft.get())) {}
+
+  // Makes the runner, and notes what it takes.
+  [[nodiscard]] std::unique_ptr<Runner> start(const RankModels& targets,
+                                              const Executor::Progress& progress,
+                                              std::shared_ptr<const DeviceBuffer> pool) {
+    std::unique_ptr<Runner> runner =
+        make_runner(targets, drafts, layout, sizes.options, progress, std::move(pool));
     workspace = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
     rank_bytes = runner->rank_bytes();
-    engine.emplace(engine_options(options, *target, draft.get()), layout, std::move(runner));
+    kv_pool = runner->shared_kv_pool();
+    return runner;
+  }
+
+  std::shared_ptr<const Model> draft;
+  ModelLease lease;  // of no model where it is the target
+  DefaultSizes sizes;
+  RankModels drafts;
+  KvLayout layout;  // of each rank
+  std::map<std::string, int64_t, std::less<>> workspace;
+  int64_t graph_bytes = 0;
+  std::vector<Runner::RankBytes> rank_bytes;
+  std::shared_ptr<const DeviceBuffer> kv_pool;  // null: it cannot be handed on
+};
+
+Executor::Progress reported(const Executor::Progress& progress) {
+  if (!progress) return {};
+  return [&progress](int32_t done, int32_t total) { call_back([&] { progress(done, total); }); };
+}
+
+void check_is_alone(const std::unique_lock<std::mutex>& changing) {
+  if (changing.owns_lock()) return;
+  throw InvalidArgument("the drafter is being changed by another call; wait until it has ended");
+}
+
+// `which`: the drafter, for the message.
+void check_is_coupled(const ExecutorOptions& o, const char* which) {
+  if (o.speculative.num_speculative_tokens == 0) return;
+  if (o.speculative.rejection_sample_method == AcceptMethod::kCoupled) return;
+  throw InvalidArgument(
+      concat("rejection_sample_method of the ", which,
+             " drafter is not \"coupled\"; allowed for changes while requests run: \"coupled\", "
+             "with which no token depends on the drafts. Start another engine instead"));
+}
+
+void check_switch(const ExecutorOptions& former, const ExecutorOptions& next) {
+  if (former.tensor_parallel_size > 1) {
+    throw Unsupported(concat("tensor_parallel_size is ", former.tensor_parallel_size,
+                             ", with which the drafter cannot change yet; allowed: 1"));
+  }
+  check_is_coupled(former, "present");
+  check_is_coupled(next, "new");
+  if (former.speculative.drafter != nullptr || next.speculative.drafter != nullptr) {
+    throw Unsupported(
+        "a drafter of the caller (method \"custom\") cannot be set or replaced while the engine "
+        "runs; allowed: the other methods");
+  }
+}
+
+// While the new runner warms up, its padding rows write to the null blocks of its layout, beside
+// sequences that run with the former one. So these must lie in the former's reserved slab.
+void check_padding(const KvLayout& former, const KvLayout& next) {
+  int64_t most = 0;
+  for (const KvGroup& group : next.groups) most = std::max(most, group.block_bytes);
+  if (most <= former.slab_bytes) return;
+  throw Unsupported(concat("a KV block of the new layout has ", most, " bytes, more than the ",
+                           former.slab_bytes,
+                           " of a slab of the pool; start an engine with this drafter"));
+}
+
+}  // namespace
+
+struct Executor::Impl {
+  Impl(std::shared_ptr<const Model> target_model, std::shared_ptr<const Model> draft_model,
+       const ExecutorOptions& executor_options, const Progress& progress)
+      : given(executor_options), target(std::move(target_model)), target_lease(target.get()) {
+    const DefaultSizes sizes = choose_sizes(given, *target, draft_model.get(), std::nullopt);
+    const ExecutorOptions& options = sizes.options;
+    targets = rank_targets(target, options);
+    drafting = std::make_shared<Drafting>(target, std::move(draft_model), sizes, targets);
+    std::unique_ptr<Runner> runner = drafting->start(targets, progress, nullptr);
+    engine.emplace(engine_options(options, *target, drafting->draft.get()), drafting->layout,
+                   std::move(runner));
     if (options.gpu_memory_utilization > 0) {
       check_gpu_memory_use(options, cuda_status().total_bytes * options.tensor_parallel_size,
                            memory_report());
@@ -104,22 +184,79 @@ struct Executor::Impl {
 
   [[nodiscard]] MemoryReport memory_report();
 
-  std::shared_ptr<const Model> target;
-  std::shared_ptr<const Model> draft;
+  [[nodiscard]] std::shared_ptr<Drafting> current() const {
+    const std::scoped_lock lock(mutex);
+    return drafting;
+  }
+  double set_drafter(std::shared_ptr<const Model> draft, const SpeculativeOptions& speculative,
+                     const Progress& progress);
+  void update_drafter(const std::function<void()>& body);
+
+  const ExecutorOptions given;
+  const std::shared_ptr<const Model> target;
   ModelLease target_lease;
-  ModelLease draft_lease;  // of no model where it is the target
-  DefaultSizes sizes;
-  const ExecutorOptions& options;  // of sizes
   RankModels targets;
-  RankModels drafts;
-  KvLayout layout;  // of each rank
-  std::map<std::string, int64_t, std::less<>> workspace;
-  int64_t graph_bytes = 0;
-  std::vector<Runner::RankBytes> rank_bytes;
+  std::mutex changes;        // held while the drafter changes
+  mutable std::mutex mutex;  // of `drafting`, and of what it and the engine say of each other
+  std::shared_ptr<Drafting> drafting;
   std::optional<Engine> engine;
 };
 
+double Executor::Impl::set_drafter(std::shared_ptr<const Model> draft,
+                                   const SpeculativeOptions& speculative,
+                                   const Progress& progress) {
+  const std::unique_lock changing(changes, std::try_to_lock);
+  check_is_alone(changing);
+  const std::shared_ptr<Drafting> former = current();
+  ExecutorOptions options = given;
+  options.speculative = speculative;
+  // The pool and the lengths of requests stay.
+  options.max_model_len = former->sizes.options.max_model_len;
+  options.kv_cache_bytes =
+      former->kv_pool != nullptr ? former->kv_pool->bytes() : former->layout.pool_bytes;
+  options.gpu_memory_utilization = 0;
+  check_switch(former->sizes.options, options);
+  check_options(with_defaults(options, *target, draft.get()), *target, draft.get());
+  DefaultSizes sizes = choose_sizes(options, *target, draft.get(), std::nullopt);
+  sizes.kv_cache_rule = former->sizes.kv_cache_rule;
+  const auto next = std::make_shared<Drafting>(target, std::move(draft), sizes, targets);
+  if (target->device == Device::kCuda) check_padding(former->layout, next->layout);
+  EngineParts parts = {.options = engine_options(sizes.options, *target, next->draft.get()),
+                       .layout = &next->layout,
+                       .runner = next->start(targets, progress, former->kv_pool)};
+  const double rest_us = [&] {
+    const std::scoped_lock lock(mutex);
+    return engine->replace(parts, [&] { drafting = next; });
+  }();
+  log_made(LogLevel::kInfo, [&] {
+    return concat("The drafter has changed: k = ", sizes.options.speculative.num_speculative_tokens,
+                  "; the engine rested for ", rest_us * 1e-3, " ms");
+  });
+  return rest_us;
+}
+
+void Executor::Impl::update_drafter(const std::function<void()>& body) {
+  const std::unique_lock changing(changes, std::try_to_lock);
+  check_is_alone(changing);
+  const std::shared_ptr<Drafting> now = current();
+  if (now->draft == nullptr || now->draft == target) {
+    throw InvalidArgument(
+        now->draft == nullptr
+            ? "there is no drafter with weights; allowed: an executor with a drafter"
+            : "the drafter is the target itself, whose weights change only in while_idle");
+  }
+  check_is_coupled(now->sizes.options, "present");
+  now->lease.alone([&] {
+    engine->update_drafter(body);
+    return 0;
+  });
+}
+
 std::string Executor::Impl::start_line() const {
+  const DefaultSizes& sizes = drafting->sizes;
+  const ExecutorOptions& options = sizes.options;
+  const KvLayout& layout = drafting->layout;
+  const int64_t graph_bytes = drafting->graph_bytes;
   const auto mib = [](int64_t bytes) { return bytes >> 20; };
   const std::string graphs =
       graph_bytes > 0 ? concat(", ", mib(graph_bytes), " MiB of captured graphs") : std::string();
@@ -136,18 +273,23 @@ std::string Executor::Impl::start_line() const {
 }
 
 MemoryReport Executor::Impl::memory_report() {
+  const std::scoped_lock lock(mutex);
   const Engine::KvUsage usage = engine->kv_usage();
+  const DefaultSizes& sizes = drafting->sizes;
+  const KvLayout& layout = drafting->layout;
+  const RankModels& drafts = drafting->drafts;
+  const Model* const draft = drafting->draft.get();
   MemoryReport report{.target_weight_bytes = model_weight_bytes(*target),
                       .draft_weight_bytes = draft != nullptr ? model_weight_bytes(*draft) : 0,
-                      .kv_pool_bytes = layout.pool_bytes * options.tensor_parallel_size,
+                      .kv_pool_bytes = layout.pool_bytes * sizes.options.tensor_parallel_size,
                       .kv_cache_rule = sizes.kv_cache_rule,
                       .kv_slab_bytes = layout.slab_bytes,
                       .kv_num_slabs = layout.num_slabs,
                       .kv_free_slabs = usage.free_slabs,
-                      .workspace = workspace,
-                      .graph_bytes = graph_bytes};
+                      .workspace = drafting->workspace,
+                      .graph_bytes = drafting->graph_bytes};
   for (const auto& [purpose, bytes] : report.workspace) report.workspace_bytes += bytes;
-  for (size_t rank = 0; rank < rank_bytes.size(); ++rank) {
+  for (size_t rank = 0; rank < drafting->rank_bytes.size(); ++rank) {
     const bool is_on_gpu = target->device == Device::kCuda;
     const Model* const own_draft = rank < drafts.size() ? drafts[rank].get() : nullptr;
     report.ranks.push_back(
@@ -155,8 +297,8 @@ MemoryReport Executor::Impl::memory_report() {
          .target_weight_bytes = model_weight_bytes(is_on_gpu ? *targets[rank] : *target),
          .draft_weight_bytes = own_draft != nullptr ? model_weight_bytes(*own_draft) : 0,
          .kv_pool_bytes = layout.pool_bytes,
-         .workspace_bytes = rank_bytes[rank].workspace,
-         .graph_bytes = rank_bytes[rank].graphs});
+         .workspace_bytes = drafting->rank_bytes[rank].workspace,
+         .graph_bytes = drafting->rank_bytes[rank].graphs});
   }
   for (size_t g = 0; g < layout.groups.size(); ++g) {
     const KvGroup& group = layout.groups[g];
@@ -182,11 +324,8 @@ Executor::Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Mo
     if (target == nullptr) throw InvalidArgument("target is null; give a model");
     const ExecutorOptions all = with_defaults(options, *target, draft.get());
     check_options(all, *target, draft.get());
-    Progress report;
-    if (progress) {
-      report = [&](int32_t done, int32_t total) { call_back([&] { progress(done, total); }); };
-    }
-    impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options, report);
+    impl_ =
+        std::make_unique<Impl>(std::move(target), std::move(draft), options, reported(progress));
   });
 }
 
@@ -209,7 +348,7 @@ ExecutorStats Executor::stats() const {
 }
 std::vector<KernelTime> Executor::trace_iteration(int32_t timeout_ms) {
   return at_boundary([&] {
-    if (impl_->target->device != Device::kCuda || impl_->options.use_null_device) {
+    if (impl_->target->device != Device::kCuda || impl_->given.use_null_device) {
       throw Unsupported("kernels are timed on device cuda only");
     }
     return impl_->engine->trace_iteration(timeout_ms);
@@ -226,14 +365,24 @@ std::string Executor::check_integrity() {
 }
 int64_t Executor::while_idle(const std::function<void()>& body) {
   return at_boundary([&] {
+    const std::shared_ptr<Drafting> drafting = impl_->current();
     return impl_->target_lease.alone([&] {
-      return impl_->draft_lease.alone(
+      return drafting->lease.alone(
           [&] { return impl_->engine->while_idle([&] { call_back(body); }); });
     });
   });
 }
 int32_t Executor::vocab_size() const { return impl_->target->config.vocab_size; }
-const ExecutorOptions& Executor::options() const { return impl_->options; }
+ExecutorOptions Executor::options() const { return impl_->current()->sizes.options; }
+
+double Executor::set_drafter(std::shared_ptr<const Model> draft,
+                             const SpeculativeOptions& speculative, const Progress& progress) {
+  return at_boundary(
+      [&] { return impl_->set_drafter(std::move(draft), speculative, reported(progress)); });
+}
+void Executor::update_drafter(const std::function<void()>& body) {
+  at_boundary([&] { impl_->update_drafter([&] { call_back(body); }); });
+}
 
 MemoryReport Executor::memory_report() const {
   return at_boundary([&] { return impl_->memory_report(); });

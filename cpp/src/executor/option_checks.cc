@@ -96,8 +96,17 @@ void check_methods(const SpeculativeOptions& s, const DraftMethod& method) {
   });
 }
 
-void check_prompt_lookup(const SpeculativeOptions& s) {
+// `method` is null if it is not known yet.
+void check_prompt_lookup(const SpeculativeOptions& s, const DraftMethod* method) {
   if (s.prompt_lookup_min == 0 && s.prompt_lookup_max == 0) return;
+  if (method != nullptr && has_model(*method) &&
+      s.rejection_sample_method != AcceptMethod::kCoupled) {
+    throw InvalidArgument(concat(
+        "prompt_lookup_max is ", s.prompt_lookup_max, " with a model, and rejection_sample_method ",
+        shown(s.rejection_sample_method),
+        ", which compares distributions that looked up drafts do not have; allowed: 'coupled', or "
+        "leave prompt_lookup_min and prompt_lookup_max out"));
+  }
   if (s.prompt_lookup_max == 0) {
     throw InvalidArgument(
         concat("prompt_lookup_max is 0; allowed: prompt_lookup_min = ", s.prompt_lookup_min, " to ",
@@ -287,7 +296,7 @@ void check_options(const ExecutorOptions& o, const DraftMethod* method) {
   visit_options(o, RangeCheck{});
   check_batched_tokens(o);
   if (method != nullptr) check_methods(s, *method);
-  check_prompt_lookup(s);
+  check_prompt_lookup(s, method);
   check_synthetic_length(s, method);
   check_draft_sampling(s, method);
   if (method == nullptr) return;

@@ -4,6 +4,7 @@
 #include <paceline/version.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "runner/cpu_runner.h"
@@ -276,9 +277,11 @@ std::unique_ptr<Runner> make_gpu_runner(const RankModels& targets, const RankMod
 
 std::unique_ptr<Runner> make_runner(const RankModels& targets, const RankModels& drafts,
                                     const KvLayout& layout, const ExecutorOptions& o,
-                                    [[maybe_unused]] const Executor::Progress& progress) {
+                                    [[maybe_unused]] const Executor::Progress& progress,
+                                    std::shared_ptr<const DeviceBuffer> kv_pool) {
   const std::shared_ptr<const Model>& target = targets.front();
-  const RunnerOptions runner = runner_options(o, *target, drafts.front().get());
+  RunnerOptions runner = runner_options(o, *target, drafts.front().get());
+  runner.kv_pool = std::move(kv_pool);
   if (o.use_null_device) {
     const InputCapacity capacity =
         input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);

@@ -436,6 +436,18 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   ctx.run(advance_draft_step, params);
 }
 
+template <class Ctx>
+void Iteration::look_up(Ctx& ctx, int32_t num_drafting) const {
+  const NgramOptions& ngram = options_.model_free.ngram;
+  if (ngram.max_tokens == 0 || !has_draft_passes()) return;
+  ctx.run(propose_ngram, ProposeNgramParams{.inputs = buffers_.staged,
+                                            .sequences = buffers_.sequences,
+                                            .max_seqs = num_drafting,
+                                            .min_tokens = ngram.min_tokens,
+                                            .max_tokens = ngram.max_tokens,
+                                            .keeps_drafts = true});
+}
+
 template void Iteration::draw_drafts<CpuContext>(CpuContext&, const IterationExtent&,
                                                  const DraftDraws&) const;
 template void Iteration::begin_prefill<CpuContext>(CpuContext&, const IterationExtent&) const;
@@ -443,6 +455,7 @@ template void Iteration::verify<CpuContext>(CpuContext&, const IterationExtent&,
                                             std::span<const HiddenCapture>) const;
 template void Iteration::first_draft_pass<CpuContext>(CpuContext&, const IterationExtent&) const;
 template void Iteration::draft_step<CpuContext>(CpuContext&, const IterationExtent&) const;
+template void Iteration::look_up<CpuContext>(CpuContext&, int32_t) const;
 #ifdef PACELINE_CUDA
 template void Iteration::draw_drafts<CudaContext>(CudaContext&, const IterationExtent&,
                                                   const DraftDraws&) const;
@@ -451,6 +464,7 @@ template void Iteration::verify<CudaContext>(CudaContext&, const IterationExtent
                                              std::span<const HiddenCapture>) const;
 template void Iteration::first_draft_pass<CudaContext>(CudaContext&, const IterationExtent&) const;
 template void Iteration::draft_step<CudaContext>(CudaContext&, const IterationExtent&) const;
+template void Iteration::look_up<CudaContext>(CudaContext&, int32_t) const;
 #endif
 
 }  // namespace paceline

@@ -183,6 +183,12 @@ class Iteration {
   template <class Ctx>
   void draft_step(Ctx& ctx, const IterationExtent& extent) const;
 
+  // Prompt lookup in front of a model: after its draft steps, the tokens that followed the same
+  // tokens earlier take the place of its drafts, where there are any. num_drafting: at least the
+  // number of drafting sequences.
+  template <class Ctx>
+  void look_up(Ctx& ctx, int32_t num_drafting) const;
+
   // Draft steps after the first pass: k' - 1, or 0 if no drafter with passes is used.
   [[nodiscard]] int32_t num_draft_steps(int32_t num_drafts) const;
 

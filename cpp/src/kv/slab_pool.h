@@ -57,6 +57,9 @@ class SlabPool {
   explicit SlabPool(const KvLayout& layout);
   SlabPool(const SlabPool&) = delete;
   SlabPool& operator=(const SlabPool&) = delete;
+  // With its callbacks.
+  SlabPool(SlabPool&&) = default;
+  SlabPool& operator=(SlabPool&&) = default;
 
   // Allocates a block of the group from its fullest slab with an empty block, else from a slab that
   // is free, else in place of a cached block; nullopt if there is none of these. Never the null

@@ -6,6 +6,7 @@
 // follows from its plans: phases, blocks, numbers of computed rows. The engine writes what comes
 // back from the device, such as tokens, counters and logprobs.
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -35,8 +36,9 @@ struct Sequence {
   CacheSalt cache_salt;         // see Request
   std::vector<int32_t> tokens;  // prompt and the output that the host has read
   int32_t prompt_len = 0;
-  int32_t limit = 0;       // length of prompt and output at which the request ends
-  int32_t max_drafts = 0;  // most drafts in a verify window, at most k
+  int32_t limit = 0;        // length of prompt and output at which the request ends
+  int32_t max_drafts = 0;   // most drafts in a verify window, at most k
+  int32_t own_drafts = -1;  // Request::num_speculative_tokens
 
   int32_t seq_slot = -1;          // row of the device's per-sequence state while the sequence runs
   bool needs_reset = false;       // the next launch must initialise the sequence slot
@@ -60,7 +62,8 @@ struct Sequence {
   int32_t num_followed = 1;
   bool misses_prompt = false;  // the target computes the prompt alone
   // The drafter has followed some tokens without the hidden states of the target, which were no
-  // longer kept. Its KV serves this sequence, but not others.
+  // longer kept, or with weights that have changed since. Its KV serves this sequence, but not
+  // others.
   bool has_holes = false;
   // Where the sequence parts from earlier ones whose KV is cached, but not the state there; -1: it
   // does not.
@@ -91,6 +94,10 @@ struct Sequence {
   int64_t first_token_us = 0;
 
   [[nodiscard]] int32_t known_len() const { return static_cast<int32_t>(tokens.size()); }
+  // max_drafts with this k.
+  [[nodiscard]] int32_t wanted_drafts(int32_t k) const {
+    return own_drafts >= 0 ? std::min(own_drafts, k) : k;
+  }
   [[nodiscard]] bool needs_masks() const {
     return guide != nullptr && guide->constraint != nullptr;
   }

@@ -28,7 +28,9 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
               activation_dtype(*target, draft.get())),
       launches_(static_cast<size_t>(options.runner.max_in_flight) + 1) {
   const DeviceBuffer& pool = runner_.kv_pool();
-  if (options.poison_pool) fill_nan({pool.data(), static_cast<size_t>(pool.bytes())});
+  // What another runner's sequences have left there is as good.
+  const bool is_new = options.runner.kv_pool == nullptr;
+  if (options.poison_pool && is_new) fill_nan({pool.data(), static_cast<size_t>(pool.bytes())});
   // Ops read their row counts from memory, so one graph serves all numbers of sequences.
   runner_.capture({&options.runner.iteration.shape.max_seqs, 1}, /*on_capture=*/nullptr);
   thread_ = start_thread("the thread of the CPU device", [this] { device_loop(); });

@@ -62,7 +62,8 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
                 decoder_of(runner_->speculator()));
   warm_up();
   capture(options.on_capture);
-  if (options.poison_pool) {
+  // What another runner's sequences have left in a pool that is handed on is as good.
+  if (options.poison_pool && options.runner.kv_pool == nullptr) {
     const DeviceBuffer& pool = runner_->kv_pool();
     check(cudaMemsetAsync(pool.data(), 0xff, static_cast<size_t>(pool.bytes()), context_.stream),
           "poisoning the KV pool");

@@ -24,6 +24,20 @@ std::vector<int32_t> decode_buckets(int32_t max_seqs) {
   return buckets;
 }
 
+namespace {
+
+std::shared_ptr<const DeviceBuffer> pool_memory(const std::shared_ptr<const DeviceBuffer>& given,
+                                                DeviceMemory& memory, const KvLayout& layout) {
+  if (given == nullptr) {
+    return std::make_shared<const DeviceBuffer>(memory, layout.pool_bytes, "the KV pool");
+  }
+  PACELINE_CHECK(given->bytes() >= layout.pool_bytes, "the KV pool has ", given->bytes(),
+                 " bytes, its layout ", layout.pool_bytes);
+  return given;
+}
+
+}  // namespace
+
 IterationExtent extent_of(const Batch& batch) {
   const IterationCounts& counts = batch.counts();
   const StagedInputs& inputs = batch.inputs;
@@ -58,14 +72,14 @@ IterationRunner<Ctx, Graph>::IterationRunner(Ctx& ctx, DeviceMemory& memory, Dev
     : ctx_(ctx),
       layout_(layout),
       options_(options),
-      pool_(memory, layout.pool_bytes, "the KV pool"),
+      pool_(pool_memory(options.kv_pool, memory, layout)),
       buffers_(allocate_iteration_buffers(arena, options.iteration, layout, target->config,
                                           draft != nullptr ? &draft->config : nullptr,
                                           activation_dtype)),
-      target_(target, layout, KvOwner::kTarget, pool_.data(), options.iteration.max_model_len,
+      target_(target, layout, KvOwner::kTarget, pool_->data(), options.iteration.max_model_len,
               arena),
       speculator_(make_speculator(std::move(draft), options.iteration.model_free,
-                                  options.iteration.draft_position, target_, layout, pool_.data(),
+                                  options.iteration.draft_position, target_, layout, pool_->data(),
                                   options.iteration.max_model_len, arena)),
       iteration_(options_.iteration, layout_, target_, speculator_, buffers_),
       ring_(memory, options.iteration.shape, layout, options.iteration.max_model_len,
@@ -73,7 +87,7 @@ IterationRunner<Ctx, Graph>::IterationRunner(Ctx& ctx, DeviceMemory& memory, Dev
   std::vector<int32_t>& lengths = options_.draft_lengths;
   const int32_t k = options_.iteration.shape.num_draft_tokens;
   if (lengths.empty()) lengths = k > 0 ? std::vector<int32_t>{0, k} : std::vector<int32_t>{0};
-  buffers_.kv_pool = pool_.data();
+  buffers_.kv_pool = pool_->data();
   buffers_.activations.ranks = options.ranks;
   buffers_.sampling.masks = ring_.inputs(0).masks;
 }
@@ -111,7 +125,10 @@ auto IterationRunner<Ctx, Graph>::capture_graphs(const IterationExtent& extent) 
     for (int32_t i = 0; i < num_steps; ++i) step();
   };
   const auto nothing = [] {};
-  const auto last = [&] { end(extent.has_logit_work); };
+  const auto last = [&] {
+    if (extent.num_drafts > 0) iteration_.look_up(ctx_, extent.num_drafting);
+    end(extent.has_logit_work);
+  };
   const bool has_steps = num_steps > 0;
   Graphs graphs;
   switch (has_steps ? options_.driver : DraftDriver::kUnrolled) {
@@ -206,6 +223,7 @@ void IterationRunner<Ctx, Graph>::run(const Batch& batch) {
   graphs_of(num_seqs, batch).decode.launch(ctx_);
   if (options_.driver == DraftDriver::kReplay && iteration_.num_draft_steps(batch.num_drafts) > 0) {
     run_draft_steps(num_seqs, batch, /*extent=*/{});
+    iteration_.look_up(ctx_, num_seqs);
     end(batch.has_logit_work);
   }
 }
@@ -231,6 +249,7 @@ void IterationRunner<Ctx, Graph>::run_eagerly(const Batch& batch) {
     iteration_.first_draft_pass(ctx_, extent);
     if (extent.num_drafting > 0) {
       run_draft_steps(extent.num_drafting, batch, extent);
+      iteration_.look_up(ctx_, extent.num_drafting);
     }
   }
   end(batch.has_logit_work);
@@ -257,6 +276,7 @@ void IterationRunner<Ctx, Graph>::enqueue_decode(const IterationExtent& extent) 
   if (extent.num_drafts > 0) iteration_.first_draft_pass(ctx_, extent);
   const int32_t num_steps = iteration_.num_draft_steps(extent.num_drafts);
   for (int32_t i = 0; i < num_steps; ++i) iteration_.draft_step(ctx_, extent);
+  if (extent.num_drafts > 0) iteration_.look_up(ctx_, extent.num_drafting);
   end(extent.has_logit_work);
 }
 
@@ -314,7 +334,7 @@ std::array<ExpertCounts, kNumModels> IterationRunner<Ctx, Graph>::experts(int64_
 template <class Ctx, class Graph>
 std::span<std::byte> IterationRunner<Ctx, Graph>::kv_block(GroupId group, BlockId block) const {
   const int64_t bytes = layout_.groups[group].block_bytes;
-  return {pool_.data() + block * bytes, static_cast<size_t>(bytes)};
+  return {pool_->data() + block * bytes, static_cast<size_t>(bytes)};
 }
 
 template class IterationRunner<CpuContext, CpuGraph>;

@@ -35,7 +35,8 @@ namespace paceline {
 template <class Ctx, class Graph>
 class IterationRunner {
  public:
-  // Allocates the KV pool and all buffers. `draft` may be null. References must outlive the object.
+  // Allocates all buffers, and the KV pool unless the options have its memory. `draft` may be null.
+  // References must outlive the object.
   IterationRunner(Ctx& ctx, DeviceMemory& memory, DeviceArena& arena,
                   std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
                   const KvLayout& layout, const RunnerOptions& options, DType activation_dtype);
@@ -65,7 +66,8 @@ class IterationRunner {
   [[nodiscard]] const Iteration& iteration() const { return iteration_; }
   [[nodiscard]] const Decoder& target() const { return target_; }
   [[nodiscard]] const Speculator& speculator() const { return speculator_; }
-  [[nodiscard]] const DeviceBuffer& kv_pool() const { return pool_; }
+  [[nodiscard]] const DeviceBuffer& kv_pool() const { return *pool_; }
+  [[nodiscard]] const std::shared_ptr<const DeviceBuffer>& shared_kv_pool() const { return pool_; }
   [[nodiscard]] std::span<std::byte> kv_block(GroupId group, BlockId block) const;
   // Every captured graph, for tests that plant faults.
   [[nodiscard]] std::vector<Graph*> graphs();
@@ -99,7 +101,7 @@ class IterationRunner {
   Ctx& ctx_;
   const KvLayout& layout_;
   RunnerOptions options_;
-  DeviceBuffer pool_;
+  std::shared_ptr<const DeviceBuffer> pool_;
   IterationBuffers buffers_;
   Decoder target_;
   Speculator speculator_;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include <paceline/executor.h>
 
 #include "batch/batch.h"
+#include "device/device_memory.h"
 #include "device/rank_group.h"
 #include "graph/iteration.h"
 #include "graph/iteration_ring.h"
@@ -32,6 +34,8 @@ struct RunnerOptions {
   std::vector<int32_t> draft_lengths;
   int32_t max_in_flight = 2;
   RankHandle ranks = {};  // where several runners compute an iteration together
+  // Memory for the KV pool, at least as large as that of the layout; null: the runner allocates it.
+  std::shared_ptr<const DeviceBuffer> kv_pool = nullptr;
 };
 
 class Runner {
@@ -95,6 +99,12 @@ class Runner {
 
   // Overwrites a block with NaN; for tests.
   virtual void poison(GroupId group, BlockId block) = 0;
+
+  // The memory of the KV pool, for a runner that takes this one's place; null: it cannot be handed
+  // on.
+  [[nodiscard]] virtual std::shared_ptr<const DeviceBuffer> shared_kv_pool() const {
+    return nullptr;
+  }
 
   // Bytes of buffers other than weights and the KV pool, by purpose, and bytes of captured graphs.
   [[nodiscard]] virtual std::map<std::string, int64_t, std::less<>> workspace_bytes() const = 0;

@@ -28,6 +28,17 @@ bool arrived_before(const Sequence* a, const Sequence* b) {
 // the draw.
 int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1; }
 
+SchedulerOptions with_lengths(SchedulerOptions options) {
+  std::vector<int32_t>& lengths = options.draft_lengths;
+  if (lengths.empty()) lengths = {0, options.num_draft_tokens};
+  return options;
+}
+
+std::unique_ptr<PrefixCache> make_cache(const SchedulerOptions& options, SlabPool& pool) {
+  if (!options.enable_prefix_caching) return nullptr;
+  return std::make_unique<PrefixCache>(pool, options.kv_lookahead, options.may_miss_prompts);
+}
+
 }  // namespace
 
 std::vector<int64_t> most_blocks(const SchedulerOptions& options, const KvLayout& layout,
@@ -37,7 +48,9 @@ std::vector<int64_t> most_blocks(const SchedulerOptions& options, const KvLayout
   // Counts held and quarantined tokens together. Every iteration in flight moves the window on by
   // its rows, and the same number is released only when those iterations have completed. The
   // reservation itself runs ahead by two windows of drafts.
-  const auto slack = [&](int32_t num_rows) { return 2 * options.max_in_flight * num_rows + 2 * width; };
+  const auto slack = [&](int32_t num_rows) {
+    return 2 * options.max_in_flight * num_rows + 2 * width;
+  };
   return peak_blocks(layout, num_tokens,
                      {.window = slack(rows),
                       .verify_window = slack(width),
@@ -47,12 +60,7 @@ std::vector<int64_t> most_blocks(const SchedulerOptions& options, const KvLayout
 }
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
-    : options_(options), pool_(pool) {
-  std::vector<int32_t>& lengths = options_.draft_lengths;
-  if (lengths.empty()) lengths = {0, options.num_draft_tokens};
-  if (options.enable_prefix_caching) {
-    cache_.emplace(pool, options.kv_lookahead, options.may_miss_prompts);
-  }
+    : options_(with_lengths(options)), pool_(pool), cache_(make_cache(options, pool)) {
   free_all_slots();
 }
 
@@ -62,7 +70,7 @@ void Scheduler::free_all_slots() {
     free_seq_slots_.push_back(seq_slot);
 }
 
-void Scheduler::reset(int64_t completed) {
+void Scheduler::forget_sequences(int64_t completed) {
   running_.clear();
   waiting_.clear();
   num_waiting_requests_ = 0;
@@ -70,8 +78,33 @@ void Scheduler::reset(int64_t completed) {
   alone_ = nullptr;
   free_all_slots();
   newest_planned_ = completed;
+}
+
+void Scheduler::reset(int64_t completed) {
+  forget_sequences(completed);
   pool_.reset(completed);
-  if (cache_.has_value()) cache_->reset();
+  if (cache_ != nullptr) cache_->reset();
+}
+
+void Scheduler::restart(const SchedulerOptions& options, SlabPool& pool) {
+  SchedulerOptions next = with_lengths(options);
+  std::vector<int32_t> seq_slots;
+  seq_slots.reserve(static_cast<size_t>(next.max_num_seqs));
+  // The cache refers to the pool by the place that the pool has from now on.
+  std::swap(pool_, pool);
+  std::unique_ptr<PrefixCache> cache;
+  try {
+    cache = make_cache(next, pool_);
+  } catch (...) {
+    std::swap(pool_, pool);
+    throw;
+  }
+  options_ = std::move(next);
+  cache_ = std::move(cache);
+  free_seq_slots_ = std::move(seq_slots);
+  most_slabs_ = 0;
+  num_left_out_ = 0;
+  forget_sequences(/*completed=*/-1);
 }
 
 bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
@@ -182,7 +215,7 @@ int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequ
 }
 
 KeptStates Scheduler::kept_states(const Sequence& sequence) const {
-  if (!cache_.has_value() || sequence.is_score) return {};
+  if (cache_ == nullptr || sequence.is_score) return {};
   // The same prompt once more computes its last token at least.
   const int32_t block_size = pool_.layout().block_size;
   const int32_t prompt_end = (sequence.prompt_len - 1) / block_size * block_size;
@@ -236,7 +269,7 @@ Scheduler::Reservation Scheduler::reserve_blocks(Sequence& sequence, const Plann
 int32_t Scheduler::num_adoptable(const Sequence& sequence) const {
   // All rows of a scored prompt, and of one whose logprobs are wanted, have results. An adopted
   // sequence would not be compact where it runs alone because its blocks were scattered.
-  if (!cache_.has_value() || sequence.is_score || sequence.prompt_logprobs != nullptr ||
+  if (cache_ == nullptr || sequence.is_score || sequence.prompt_logprobs != nullptr ||
       needs_empty_pool_) {
     return 0;
   }
@@ -340,6 +373,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     plan.forks.push_back({.parent_seq_slot = parent->seq_slot,
                           .seq_slot = sequence.seq_slot,
                           .num_tokens = rows.start});
+    sequence.has_holes = parent->has_holes;
   }
   const int32_t num_shared = std::min(rows.start, sequence.prompt_len);
   num_shared_tokens_ += num_shared;
@@ -471,13 +505,13 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
   if (launch.is_followed) {
     sequence.num_followed = is_partial ? launch.start + launch.num_rows + 1 : sequence.known_len();
   }
-  if (cache_.has_value() && is_complete) {
-    if (launch.is_cacheable || !options_.may_miss_prompts) {
+  if (cache_ != nullptr && is_complete) {
+    if (!sequence.has_holes && (launch.is_cacheable || !options_.may_miss_prompts)) {
       cache_->extend(sequence.drafted_to, sequence.tokens, sequence.cache_salt,
                      sequence.num_computed, sequence.blocks, PrefixCache::Parts::kAll,
                      kept_states(sequence));
       sequence.cached_to = sequence.drafted_to;
-    } else {
+    } else if (options_.may_miss_prompts) {
       cache_->extend(sequence.cached_to, sequence.tokens, sequence.cache_salt,
                      sequence.num_computed, sequence.blocks, PrefixCache::Parts::kTarget,
                      kept_states(sequence));
@@ -498,7 +532,7 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
 }
 
 void Scheduler::forget_prefixes() {
-  if (cache_.has_value()) cache_->clear();
+  if (cache_ != nullptr) cache_->clear();
 }
 
 void Scheduler::finish(Sequence& sequence) {
@@ -510,7 +544,7 @@ void Scheduler::finish(Sequence& sequence) {
   } else {
     std::erase(running_, &sequence);
     // The next turn of a conversation begins with the tokens of this one.
-    if (cache_.has_value() && !sequence.is_score) {
+    if (cache_ != nullptr && !sequence.is_score) {
       cache_->keep_end(sequence.drafted_to, sequence.blocks, PrefixCache::Parts::kAll);
       if (options_.may_miss_prompts) {
         cache_->keep_end(sequence.cached_to, sequence.blocks, PrefixCache::Parts::kTarget);

@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -103,6 +104,11 @@ class Scheduler {
   // and allocates nothing. The sequences may be added again.
   void reset(int64_t completed);
 
+  // Forgets every sequence, as `reset` does, and goes on with other options and with `pool`, which
+  // is empty and may have another layout. Iterations count from 0 again; the counters go on. `pool`
+  // gets the pool so far. Changes nothing if it throws.
+  void restart(const SchedulerOptions& options, SlabPool& pool);
+
   // Empties the prefix cache, for weights that have changed.
   void forget_prefixes();
 
@@ -130,9 +136,7 @@ class Scheduler {
   [[nodiscard]] int64_t num_queried_tokens() const { return num_queried_tokens_; }
   [[nodiscard]] int64_t num_hit_tokens() const { return num_hit_tokens_; }
   // Null if it is switched off.
-  [[nodiscard]] const PrefixCache* prefix_cache() const {
-    return cache_.has_value() ? &*cache_ : nullptr;
-  }
+  [[nodiscard]] const PrefixCache* prefix_cache() const { return cache_.get(); }
 
  private:
   // Result of an attempt to reserve the blocks of a running sequence.
@@ -191,12 +195,13 @@ class Scheduler {
   void preempt(Sequence& sequence);
   void release(Sequence& sequence);
   void free_all_slots();
+  void forget_sequences(int64_t completed);
 
   SchedulerOptions options_;
   SlabPool& pool_;
-  std::optional<PrefixCache> cache_;
-  std::vector<Sequence*> running_;  // by arrival; samples of a request are adjacent
-  std::deque<Sequence*> waiting_;   // in the same order
+  std::unique_ptr<PrefixCache> cache_;  // null: switched off
+  std::vector<Sequence*> running_;      // by arrival; samples of a request are adjacent
+  std::deque<Sequence*> waiting_;       // in the same order
   std::vector<int32_t> free_seq_slots_;
   std::vector<Sequence*> candidates_;  // scratch of plan(): running_ as it was at the start
   // Set when a sequence has lacked blocks although it ran alone: the next one is admitted to an

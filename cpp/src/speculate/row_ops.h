@@ -147,14 +147,15 @@ void keep_hidden(CudaContext&, const KeepHiddenParams&);
 
 // Prompt lookup: finds the latest earlier occurrence of the last n tokens of a sequence, for the
 // longest n in [min_tokens, max_tokens] that has one, and proposes the tokens that followed it.
-// Proposes up to max_drafts tokens, as far as they are known and fit the limit; none without a
-// match.
+// Proposes up to max_drafts tokens, as far as they are known and fit the limit. Without a match
+// there are no drafts or, with keeps_drafts, those that a model has made stay.
 struct ProposeNgramParams {
   StagedInputs inputs;
   SequenceState sequences;
   int32_t max_seqs;  // in this pass
   int32_t min_tokens;
   int32_t max_tokens;
+  bool keeps_drafts = false;
 };
 void propose_ngram(CpuContext&, const ProposeNgramParams&);
 void propose_ngram(CudaContext&, const ProposeNgramParams&);

@@ -274,6 +274,7 @@ PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_
     count = count < s.max_drafts[seq_slot] ? count : s.max_drafts[seq_slot];
     count = count < room ? count : room;
   }
+  if (count == 0 && p.keeps_drafts) return;
   int32_t* drafts = s.draft_tokens + int64_t{seq_slot} * s.num_draft_tokens;
   for (int32_t j = worker; j < count; j += num_workers) drafts[j] = history[from + j];
   if (worker == 0) s.draft_len[seq_slot] = count;

@@ -206,6 +206,7 @@ def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
         cors_origins=args.cors_origin or (),
         salts_by_key=args.cache_salt_by_key,
         shows_cached_tokens=args.enable_prompt_tokens_details,
+        allows_drafter_changes=args.allow_drafter_changes,
         has_vllm_metrics=args.metrics_compat == "vllm",
         tool_call_parser=args.tool_call_parser,
         has_access_log=args.access_log,

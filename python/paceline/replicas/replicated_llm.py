@@ -14,7 +14,6 @@ from paceline.replicas.messages import Facts
 from paceline.replicas.placement import place
 from paceline.replicas.remote import RemoteExecutor
 from paceline.replicas.replica_set import ReplicaSet
-from paceline.reports import kv_groups
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 class ReplicatedLLM(LLM):
     """Prompts, text and outputs of requests whose tokens replicas generate.
 
-    It has no weights: `logits`, `hidden_states` and `update_weights` are refused.
+    It has no weights: `logits`, `hidden_states`, `update_weights`, `set_drafter` and
+    `update_drafter` are refused.
     """
 
     def __init__(self, executor: RemoteExecutor, facts: Facts) -> None:
@@ -42,7 +42,6 @@ class ReplicatedLLM(LLM):
             max_model_len=facts.max_model_len,
             device=facts.device,
         )
-        self._kv_groups = kv_groups(facts.memory_report)
         # It has all that a dispatcher and the methods that are left call.
         self._dispatcher = Dispatcher(
             cast("_core.Executor", executor),
@@ -63,6 +62,22 @@ class ReplicatedLLM(LLM):
 
         Raises:
             NotImplementedError: In every case: the weights are in the processes of the engines.
+        """
+        raise NotImplementedError("replicas keep their weights; start them again with new ones")
+
+    def set_drafter(self, speculative_config: object, **options: object) -> None:
+        """Is refused.
+
+        Raises:
+            NotImplementedError: In every case: the drafters are in the processes of the engines.
+        """
+        raise NotImplementedError("replicas keep their drafter; start them again with another one")
+
+    def update_drafter(self, state_dict: Mapping[str, Any]) -> None:
+        """Is refused.
+
+        Raises:
+            NotImplementedError: As for `update_weights`.
         """
         raise NotImplementedError("replicas keep their weights; start them again with new ones")
 

@@ -27,6 +27,7 @@ from paceline.server.connection import (
     until_gone,
 )
 from paceline.server.cors import allow_origins
+from paceline.server.drafter import check_may_change, read_drafter, set_drafter
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.exchange import REQUEST_ID, error_response
 from paceline.server.field_schemas import FIELDS, MAX_MESSAGES
@@ -55,6 +56,7 @@ _CLIENT_GONE: Final = 499  # is not sent: the client has closed the connection
 def make_app(service: Service) -> App:
     """Makes the ASGI application that serves a model."""
     endpoints = _generating_endpoints(service) | _tokenizing_endpoints(service)
+    endpoints["/v1/drafter"] = _drafter_endpoint(service)
     routes = [Route(path, endpoint) for path, endpoint in _facts(service).items()]
     # They refuse other methods; `_Shortcut` knows them too.
     routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
@@ -264,6 +266,15 @@ def _tokenizing_endpoints(service: Service) -> dict[str, Endpoint]:
         "/detokenize": endpoint(tokens.read_detokenize),
         "/v1/messages/count_tokens": endpoint(tokens.read_count),
     }
+
+
+def _drafter_endpoint(service: Service) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        check_may_change(service)
+        config = await service.read(request, read_drafter)
+        return JsonResponse(await set_drafter(service, config))
+
+    return answer
 
 
 async def _answer(

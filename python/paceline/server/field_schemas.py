@@ -109,6 +109,7 @@ TOKENIZE_FIELDS: Final[Schemas] = {
     **_set("tokenize"),
 }
 DETOKENIZE_FIELDS: Final[Schemas] = {**_those(CHAT_FIELDS, "model"), **_set("detokenize")}
+DRAFTER_FIELDS: Final = _set("drafter")
 #: The fields of the body of each route, by path.
 FIELDS: Final[Mapping[str, Schemas]] = {
     "/v1/completions": COMPLETION_FIELDS,
@@ -118,6 +119,7 @@ FIELDS: Final[Mapping[str, Schemas]] = {
     "/v1/messages/count_tokens": COUNT_FIELDS,
     "/tokenize": TOKENIZE_FIELDS,
     "/detokenize": DETOKENIZE_FIELDS,
+    "/v1/drafter": DRAFTER_FIELDS,
 }
 
 _REFUSED: Final = _refused("all")

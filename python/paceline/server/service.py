@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paceline.checks import shorten
 from paceline.replicas.remote import RemoteExecutor
-from paceline.reports import kv_groups
+from paceline.reports import kv_groups, stats_and_groups
 from paceline.running_llm import internals
 from paceline.server.admission import Admission, BodyBytes
 from paceline.server.bodies import BODY, Body, parse_object, without_collections
@@ -81,6 +81,7 @@ class Service:
         has_access_log: Whether each request is logged.
         shows_cached_tokens: Whether the usage says how many prompt tokens came from the prefix
             cache.
+        allows_drafter_changes: Whether clients may change the drafter.
         traces: Begins the spans of requests; None = there are none.
         created: When the server started, in seconds since 1970.
         is_draining: Whether the server ends once all requests have ended.
@@ -96,6 +97,7 @@ class Service:
         cors_origins: Sequence[str] = (),
         salts_by_key: bool = False,
         shows_cached_tokens: bool = True,
+        allows_drafter_changes: bool = False,
         has_vllm_metrics: bool = False,
         tool_call_parser: str = "auto",
         has_access_log: bool = False,
@@ -111,6 +113,7 @@ class Service:
             cors_origins: See the class.
             salts_by_key: Whether requests of different API keys share no KV.
             shows_cached_tokens: See the class.
+            allows_drafter_changes: See the class.
             has_vllm_metrics: Whether /metrics has vLLM's names too.
             tool_call_parser: A name of `FORMATS`, "none", or "auto": as the chat template tells.
             has_access_log: See the class.
@@ -126,6 +129,7 @@ class Service:
         self.api_keys = tuple(api_keys)
         self.cors_origins = tuple(cors_origins)
         self.shows_cached_tokens = shows_cached_tokens
+        self.allows_drafter_changes = allows_drafter_changes
         self._salts_by_key = salts_by_key
         executor: object = internals(llm).dispatcher.executor
         self.replicas = executor if isinstance(executor, RemoteExecutor) else None
@@ -156,7 +160,6 @@ class Service:
         self.traces = traces
         self.figures = RequestFigures()
         self._has_vllm_metrics = has_vllm_metrics
-        self._groups = kv_groups(llm.memory_report())
         self._dispatcher = internals(llm).dispatcher
         self._requests = internals(llm).requests
         # One thread each: Python runs no more at a time, and each delays the event loop.
@@ -220,12 +223,19 @@ class Service:
     def metrics(self) -> bytes:
         """Returns all figures in the text format of Prometheus; see `check_running`."""
         replicas = self.replicas
+        engines: list[tuple[str | None, dict[str, Any]]]
+        if replicas is None:
+            stats, groups = self._dispatcher.call(stats_and_groups)
+            engines = [(None, stats)]
+        else:
+            engines, groups = (
+                list(replicas.replica_stats().items()),
+                kv_groups(replicas.memory_report()),
+            )
         return exposition(
             self.names[0],
-            [(None, self._dispatcher.call(lambda executor: executor.stats()))]
-            if replicas is None
-            else list(replicas.replica_stats().items()),
-            self._groups,
+            engines,
+            groups,
             self.figures,
             replicas=replicas,
             num_open=self.admission.num_open,
