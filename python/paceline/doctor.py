@@ -184,9 +184,11 @@ def _hub_rows(hub: dict[str, Any] | None) -> list[tuple[str, str]]:
 def _cuda_text(status: dict[str, Any]) -> str:
     if not status["is_usable"]:
         return str(status["reason"])
+    others = status["num_gpus"] - 1
     return (
         f"{status['name']}, sm_{status['compute_capability']}, {status['num_sms']} SMs, "
         f"{status['free_bytes'] / 2**30:.1f} of {status['total_bytes'] / 2**30:.1f} GiB free"
+        + (f"; {others} more for tensor_parallel_size, devices or replicas" if others > 0 else "")
     )
 
 

@@ -27,6 +27,7 @@
 namespace paceline {
 namespace {
 
+using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::Job;
 using testing::message_of;
@@ -37,7 +38,6 @@ using testing::Outcome;
 using testing::Pick;
 using testing::random_jobs;
 using testing::run;
-using testing::same_logprobs;
 using testing::seed_from_env;
 using testing::small_engine_options;
 using testing::tiny_model;
@@ -70,15 +70,10 @@ std::vector<Drafter> four_drafters(const TinyModel& shape, uint64_t seed) {
           {nullptr, with_k(0)}};
 }
 
-void expect_same(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
+// No prompt is delivered again, either.
+void expect_unchanged(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {
+  ASSERT_NO_FATAL_FAILURE(expect_same(actual, expected));
   for (size_t i = 0; i < actual.size(); ++i) {
-    ASSERT_EQ(actual[i].error, expected[i].error) << "job " << i;
-    ASSERT_EQ(actual[i].reason, expected[i].reason) << "job " << i;
-    ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
-    ASSERT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
-    ASSERT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
-        << "job " << i;
     ASSERT_EQ(actual[i].num_prompt_deliveries, expected[i].num_prompt_deliveries) << "job " << i;
   }
 }
@@ -183,7 +178,7 @@ TEST(DrafterSwitch, ChangesNoToken) {
         num_drafted += outcome.counters.num_draft_tokens;
         num_accepted += outcome.counters.num_accepted_tokens;
       }
-      expect_same(actual, expected);
+      expect_unchanged(actual, expected);
     });
     ASSERT_FALSE(HasFatalFailure());
     EXPECT_EQ(executor.check_integrity(), "");
@@ -238,7 +233,7 @@ class BusyEngine {
     outcomes_ = run(*executor_, jobs_);
     changing.join();
     if (failure != nullptr) std::rethrow_exception(failure);
-    expect_same(outcomes_, expected_);
+    expect_unchanged(outcomes_, expected_);
     EXPECT_EQ(executor_->check_integrity(), "");
   }
 

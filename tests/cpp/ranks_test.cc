@@ -42,6 +42,7 @@ namespace {
 using ::testing::AllOf;
 using testing::constrain_some;
 using testing::expect_equals_plain;
+using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::Job;
 using testing::make_gemma4;
@@ -57,7 +58,6 @@ using testing::random_raw_head;
 using testing::random_raw_model;
 using testing::RawModel;
 using testing::run;
-using testing::same_logprobs;
 using testing::seed_from_env;
 using testing::small_engine_options;
 using testing::Tally;
@@ -100,16 +100,6 @@ ExecutorOptions options_of(int32_t num_ranks, int32_t k) {
   ExecutorOptions options = small_engine_options(k);
   options.tensor_parallel_size = num_ranks;
   return options;
-}
-
-void expect_same(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {
-  for (size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
-    ASSERT_EQ(actual[i].reason, expected[i].reason) << "job " << i;
-    EXPECT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
-    EXPECT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
-        << "job " << i;
-  }
 }
 
 TEST(Ranks, AnyNumberOfThemHasTheSameTokensAndLogprobs) {
@@ -341,7 +331,7 @@ TEST(Ranks, MemoryIsThatOfAllRanks) {
   EXPECT_EQ(of_four.kv_pool_bytes % 4, 0);
   EXPECT_GT(of_four.workspace.at("exchange of ranks"), 0);
   EXPECT_EQ(of_four.workspace.at("results"), 4 * of_one.workspace.at("results"));
-  ASSERT_EQ(of_four.ranks.size(), 4);
+  ASSERT_EQ(of_four.ranks.size(), 4U);
   int64_t workspace = 0;
   for (const MemoryReport::Rank& rank : of_four.ranks) {
     EXPECT_EQ(rank.gpu, -1);

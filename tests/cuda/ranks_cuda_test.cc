@@ -41,6 +41,7 @@ namespace {
 
 using ::testing::AllOf;
 using testing::check_cuda;
+using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::Job;
 using testing::make_gemma4;
@@ -53,7 +54,6 @@ using testing::Outcome;
 using testing::Pick;
 using testing::random_jobs;
 using testing::run;
-using testing::same_logprobs;
 using testing::seed_from_env;
 using testing::Tally;
 using testing::tiny_model;
@@ -284,17 +284,6 @@ ExecutorOptions options_of(int32_t num_ranks, int32_t k) {
 std::shared_ptr<const Model> on_gpus(const std::shared_ptr<const Model>& model, int32_t num_ranks,
                                      GpuShare share) {
   return split_over_gpus(*model, gpus_for(num_ranks), share);
-}
-
-void expect_same(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
-    EXPECT_EQ(actual[i].reason, expected[i].reason) << "job " << i;
-    EXPECT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
-    EXPECT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
-        << "job " << i;
-  }
 }
 
 // The numbers of ranks that a test tries: on one GPU two are enough.

@@ -514,7 +514,7 @@ def test_doctor_shows_extras_and_the_hub(tmp_path: Path) -> None:
 
 def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = {
-        "is_built": True, "is_usable": True, "reason": "", "name": "NVIDIA H200",
+        "is_built": True, "is_usable": True, "reason": "", "num_gpus": 2, "name": "NVIDIA H200",
         "compute_capability": 90, "num_sms": 132, "total_bytes": 140 << 30, "free_bytes": 70 << 30,
         "block_shared_bytes": 227 << 10, "sm_shared_bytes": 228 << 10, "architectures": "80,90a",
         "kernels": "sm_90a", "has_been_run": True,
@@ -523,7 +523,8 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CUBLASLT", "/opt/lib")
     report |= {"cuda": usable, "cublaslt": find_cublaslt()}
     text = doctor.report_text(report)
-    assert "NVIDIA H200, sm_90, 132 SMs, 70.0 of 140.0 GiB free" in text and "/opt/lib" in text
+    assert "NVIDIA H200, sm_90, 132 SMs, 70.0 of 140.0 GiB free; 1 more for tensor_par" in text
+    assert "/opt/lib" in text
     assert f"{'cuda build':<18}kernels for sm_80, sm_90a" in text
     assert "sm_90a; 227 KB of shared memory a block, 228 KB a multiprocessor; tests have" in text
     usable |= {"kernels": "portable", "has_been_run": False}

@@ -233,4 +233,17 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
   return outcomes;
 }
 
+// Outcomes of the same jobs that must not differ.
+inline void expect_same(const std::vector<Outcome>& actual, const std::vector<Outcome>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(actual[i].error, expected[i].error) << "job " << i;
+    ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
+    ASSERT_EQ(actual[i].reason, expected[i].reason) << "job " << i;
+    EXPECT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
+    EXPECT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
+        << "job " << i;
+  }
+}
+
 }  // namespace paceline::testing
