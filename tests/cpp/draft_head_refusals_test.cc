@@ -143,8 +143,7 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
   expect_contains(ngram(4, 3, false), {"prompt_lookup_min is 4", "1 to prompt_lookup_max = 3"});
   expect_contains(ngram(0, 3, false), {"prompt_lookup_min is 0"});
   expect_contains(ngram(1, 300, false), {"prompt_lookup_max is 300", "256"});
-  expect_contains(ngram(1, 3, true),
-                  {"prompt_lookup_min is 1, but method is", "only with 'ngram'"});
+  EXPECT_EQ(ngram(1, 3, true), "");  // in front of the head
 }
 
 }  // namespace
