@@ -10,10 +10,11 @@ import itertools
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, Tokenizer
 from paceline.demo import demo_paths
 
 
@@ -31,7 +32,7 @@ def main() -> None:
             show(path, tokenizer)
 
 
-def show(path: Path, tokenizer: object) -> None:
+def show(path: Path, tokenizer: Tokenizer) -> None:
     """Prints the outputs of a shard."""
     with safe_open(path, framework="np") as shard:
         tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
@@ -47,7 +48,7 @@ def show(path: Path, tokenizer: object) -> None:
         print(tokenizer.decode(prompt + output))
 
 
-def parts(tensors: dict, values: str, offsets: str) -> list[list[int]]:
+def parts(tensors: dict[str, Any], values: str, offsets: str) -> list[list[int]]:
     """The parts of a joined tensor."""
     bounds = itertools.pairwise(tensors[offsets])
     return [tensors[values][begin:end].tolist() for begin, end in bounds]

@@ -16,6 +16,7 @@ from paceline.checks import check_text, check_unknown, shorten, wrong_type
 from paceline.engine_options import EngineArguments
 from paceline.grammar import CompiledGrammar
 from paceline.llm import LLM
+from paceline.loader import LoadedModel
 from paceline.option_schema import lists_options, split_unknown
 from paceline.prompts import Prompt, check_prompt_type, encode_chats
 from paceline.request import Request
@@ -289,10 +290,19 @@ class AsyncLLM:
     async def set_drafter(
         self,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None,
-        **options: Any,
+        *,
+        draft: LoadedModel | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        show_progress: bool = True,
     ) -> None:
         """Changes the drafter while requests run, as `LLM.set_drafter`; loads it in a thread."""
-        await asyncio.to_thread(self.llm.set_drafter, speculative_config, **options)
+        await asyncio.to_thread(
+            self.llm.set_drafter,
+            speculative_config,
+            draft=draft,
+            cache_dir=cache_dir,
+            show_progress=show_progress,
+        )
 
     async def update_drafter(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces the weights of the drafter while requests run, as `LLM.update_drafter`; in a

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import resource
 import shutil
@@ -463,7 +464,9 @@ def test_a_process_that_is_killed_leaves_whole_shards(tmp_path: Path) -> None:
         before = len(shards(folder))
         script = textwrap.dedent(KILLED)
         with subprocess.Popen(
-            [sys.executable, "-c", script, folder], cwd=Path(__file__).parent
+            [sys.executable, "-c", script, folder],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         ) as process:
             try:
                 deadline = time.monotonic() + HANG_LIMIT_S

@@ -197,7 +197,7 @@ def test_keys_of_other_engines_are_refused_together() -> None:
     refuses(
         GOOD | keys,
         NotImplementedError,
-        "'draft_tensor_parallel_size': 2: leave it out: a model runs on one GPU",
+        "'draft_tensor_parallel_size': 2: leave it out: tensor_parallel_size alone divides",
         "'quantization': 'fp8': leave it out: the checkpoint's config.json says",
     )
     harmless = {"draft_tensor_parallel_size": 1, "quantization": None, "enforce_eager": False}

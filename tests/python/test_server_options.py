@@ -261,7 +261,7 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
             [
                 "unrecognized arguments: --foo; ",
                 "--quantization awq: leave it out: the checkpoint's config.json",
-                "--pipeline-parallel-size 2: leave it out: a model runs on one GPU",
+                "--pipeline-parallel-size 2: leave it out: tensor_parallel_size alone divides",
                 "--dtype half: 'auto' loads a checkpoint in float16 as float32",
             ],
         ),
