@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The exchange of ranks on GPUs: each writes its columns to memory of the others, which copy them
-// from there. Nobody reads memory of another GPU, which would take twice as long. All exchanges of
-// a group are numbered alike on all ranks, by a count in device memory, so a captured graph can be
-// launched again. There are two places that exchanges use by turns: a rank that has received
-// exchange e from all others knows that they have read all of exchange e - 1.
+// from there. A rank never reads the memory of another GPU: that would take twice as long. All
+// exchanges of a group are numbered alike on all ranks, by a count in device memory, so a captured
+// graph can be launched again. There are two places that exchanges use by turns: a rank that has
+// received exchange e from all others knows that they have read all of exchange e - 1.
 //
 // Few bytes are written as packets of 8 bytes with the number of the exchange: a packet is stored
 // and loaded at once (16 bytes, relaxed at the scope of the system), so its arrival needs no fence
@@ -33,8 +33,8 @@ constexpr int32_t kSegmentThreads = 512;
 constexpr int32_t kSegmentBytes = 8192;
 constexpr int32_t kMaxSegmentBlocks = GpuExchange::kMaxBlocks;
 
-// After so many loads in vain, a thread looks whether the group has failed, and after more it tells
-// the host for which rank it waits.
+// A thread that waits checks after so many loads whether the group has failed. After many more it
+// tells the host which rank it waits for.
 constexpr uint32_t kLoadsBetweenLooks = 1 << 10;
 constexpr uint32_t kLoadsOfALongWait = 1 << 17;
 

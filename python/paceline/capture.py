@@ -491,7 +491,7 @@ def _locked(folder: Path) -> int:
         ValueError: Another process, or another capture of this one, has locked it.
         OSError: It cannot be written.
     """
-    # Prompts are nobody else's business.
+    # Only the user of this process may read the prompts.
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

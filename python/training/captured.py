@@ -80,8 +80,9 @@ class Capture:
     def texts(self, longest_prompt: int, new_tokens: int) -> Texts:
         """Cuts the outputs into stretches, each after the tokens before it.
 
-        What is left of an output is a stretch if it has half the length, or is all of it. Such a
-        stretch begins before that, so it has tokens of the prompt or of the stretch before.
+        The rest of an output, which is shorter than a stretch, is kept if it has half the length of
+        one, or if the output has no other stretch. It is then made as long as a stretch with the
+        tokens before it, which are those of the prompt or of the stretch before.
 
         Args:
             longest_prompt: Most tokens that a row has before its stretch.

@@ -502,6 +502,57 @@ TEST(Ranks, AnEngineEndsWhileARankIsInAnIterationThatAnotherHasNotBegun) {
   EXPECT_LT(waited.count(), 10);
 }
 
+// A rank whose launch blocks until all ranks launch, as that of a GPU with a full queue does.
+class BlockingRank final : public Runner {
+ public:
+  explicit BlockingRank(const RankHandle& ranks) : ranks_(ranks), memory_({}) {}
+  void bind(Batch& batch) override {
+    batch.inputs = memory_->inputs;
+    batch.capacity = memory_->capacity;
+  }
+  void launch(const Batch&) override { ranks_.group->meet(ranks_.rank); }
+  std::vector<KernelTime> launch_traced(const Batch& batch) override {
+    if (batch.iteration == 1) throw OutOfMemory("the planted cause");
+    ranks_.group->meet(ranks_.rank);
+    return {{.name = "rank " + std::to_string(ranks_.rank)}};
+  }
+  void wait(int64_t) override {}
+  int64_t completed() override { return -1; }
+  std::span<const SequenceResult> results(int64_t) override { return {}; }
+  Timing timing(int64_t) override { return {}; }
+  void poison(GroupId, BlockId) override {}
+  std::map<std::string, int64_t, std::less<>> workspace_bytes() const override { return {}; }
+
+ private:
+  RankHandle ranks_;
+  testing::HostBatch memory_;
+};
+
+TEST(Ranks, RanksWithThreadsAreLaunchedAndTracedSideBySide) {
+  const int64_t threads_before = num_threads_now();
+  {
+    RankedRunner runner(
+        std::make_unique<RankGroup>(3, 1 << 10, /*timeout_s=*/20),
+        /*max_in_flight=*/2,
+        [](const RankHandle& ranks) { return std::make_unique<BlockingRank>(ranks); },
+        /*has_threads=*/true);
+    Batch batch;
+    runner.bind(batch);
+    *batch.inputs.counts = {};
+    runner.launch(batch);
+    runner.wait(0);
+    const std::vector<KernelTime> times = runner.launch_traced(batch);
+    ASSERT_EQ(times.size(), 1U);
+    EXPECT_EQ(times[0].name, "rank 0");
+    // A rank that fails ends the others.
+    batch.iteration = 1;
+    EXPECT_THAT(message_of<DeviceError>([&] { static_cast<void>(runner.launch_traced(batch)); }),
+                HasSubstr("of 3: the planted cause"));
+    EXPECT_THAT(message_of<DeviceError>([&] { runner.wait(1); }), HasSubstr("of 3: the planted"));
+  }
+  EXPECT_EQ(num_threads_now(), threads_before);
+}
+
 TEST(Ranks, PlantedFaultsGoRed) {
   const auto tokens_of = [](const std::function<void(int32_t, CpuRunner&)>& plant) {
     RankedEngine ranked(2, /*hang_timeout_s=*/0, plant);

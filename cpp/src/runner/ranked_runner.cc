@@ -51,11 +51,12 @@ class RankedRunner::Launcher {
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
-  void launch(const Batch& batch) {
+  // times: of the kernels, if they are timed; written before drain() returns.
+  void launch(const Batch& batch, std::vector<KernelTime>* times) {
     {
       const std::scoped_lock lock(mutex_);
       PACELINE_CHECK(num_given_ - num_launched_ < queue_.size(), "too many iterations in flight");
-      queue_[num_given_ % queue_.size()] = &batch;
+      queue_[num_given_ % queue_.size()] = {&batch, times};
       ++num_given_;
     }
     changed_.notify_all();
@@ -66,15 +67,26 @@ class RankedRunner::Launcher {
   }
 
  private:
+  struct Launch {
+    const Batch* batch = nullptr;
+    std::vector<KernelTime>* times = nullptr;
+  };
+
   void loop() {
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return stops_ || num_launched_ < num_given_; });
       if (num_launched_ == num_given_) return;
-      const Batch& batch = *queue_[num_launched_ % queue_.size()];
+      const auto [batch, times] = queue_[num_launched_ % queue_.size()];
       lock.unlock();
       try {
-        if (!ranks_.group->has_failed()) runner_.launch(batch);
+        if (ranks_.group->has_failed()) {
+          // The other ranks do not come any more.
+        } else if (times != nullptr) {
+          *times = runner_.launch_traced(*batch);
+        } else {
+          runner_.launch(*batch);
+        }
       } catch (...) {
         ranks_.group->fail(ranks_.rank, std::current_exception());
       }
@@ -86,7 +98,7 @@ class RankedRunner::Launcher {
 
   Runner& runner_;
   RankHandle ranks_;
-  std::vector<const Batch*> queue_;
+  std::vector<Launch> queue_;
   uint64_t num_given_ = 0;
   uint64_t num_launched_ = 0;
   bool stops_ = false;
@@ -140,15 +152,8 @@ RankedRunner::~RankedRunner() {
   group_->fail(0, std::make_exception_ptr(DeviceError("the engine ends")));
 }
 
-void RankedRunner::launch_rank(size_t rank, const Batch& batch) {
-  if (launchers_.empty()) {
-    runners_[rank]->launch(batch);
-  } else {
-    launchers_[rank]->launch(batch);
-  }
-}
-
-void RankedRunner::launch_others(const Batch& batch) {
+template <class LaunchRank>
+void RankedRunner::launch_ranks(const Batch& batch, const LaunchRank& launch_rank) {
   for (size_t rank = 1; rank < runners_.size(); ++rank) {
     std::vector<Batch>& of_rank = batches_[rank - 1];
     Batch& own = of_rank[static_cast<size_t>(batch.iteration) % of_rank.size()];
@@ -160,17 +165,28 @@ void RankedRunner::launch_others(const Batch& batch) {
     copy_inputs(batch.inputs, own.inputs);
     launch_rank(rank, own);
   }
-}
-
-void RankedRunner::launch(const Batch& batch) {
-  launch_others(batch);
   launch_rank(0, batch);
 }
 
+void RankedRunner::launch(const Batch& batch) {
+  launch_ranks(batch, [&](size_t rank, const Batch& own) {
+    if (launchers_.empty()) {
+      runners_[rank]->launch(own);
+    } else {
+      launchers_[rank]->launch(own, nullptr);
+    }
+  });
+}
+
+// All ranks are traced: a traced iteration has bounds of its own, on which the form of an exchange
+// depends.
 std::vector<KernelTime> RankedRunner::launch_traced(const Batch& batch) {
-  launch_others(batch);
-  if (!launchers_.empty()) launchers_.front()->drain();
-  return first().launch_traced(batch);
+  if (launchers_.empty()) return Runner::launch_traced(batch);
+  std::vector<std::vector<KernelTime>> times(runners_.size());
+  launch_ranks(batch,
+               [&](size_t rank, const Batch& own) { launchers_[rank]->launch(own, &times[rank]); });
+  drain();
+  return times.front();
 }
 
 void RankedRunner::drain() {

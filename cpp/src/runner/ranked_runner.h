@@ -33,7 +33,7 @@ class RankedRunner final : public Runner {
 
   void bind(Batch& batch) override { first().bind(batch); }
   void launch(const Batch& batch) override;
-  // Times the kernels of rank 0.
+  // Times the kernels of all ranks; returns those of rank 0.
   [[nodiscard]] std::vector<KernelTime> launch_traced(const Batch& batch) override;
   void release(int64_t iteration) override;
   void abort(std::exception_ptr cause) override;
@@ -66,9 +66,9 @@ class RankedRunner final : public Runner {
   class Launcher;
 
   [[nodiscard]] Runner& first() { return *runners_.front(); }
-  // Launches an iteration on all ranks but the first.
-  void launch_others(const Batch& batch);
-  void launch_rank(size_t rank, const Batch& batch);
+  // Calls launch_rank(rank, its copy of the batch) for every rank, the first one last.
+  template <class LaunchRank>
+  void launch_ranks(const Batch& batch, const LaunchRank& launch_rank);
   // Waits until what was launched has reached the devices. Throws DeviceError if a rank has failed.
   void drain();
   void check_results(int64_t iteration);

@@ -85,7 +85,7 @@ def process_traces() -> Traces | None:
     """Returns traces that go where those of the whole process go, as `opentelemetry-instrument` or
     a program around the server has set up with OpenTelemetry's API; None if nothing has."""
     api = sys.modules.get("opentelemetry.trace")
-    if api is None:  # it is not installed, or nobody has used it
+    if api is None:  # nothing in this process has imported it
         return None
     provider = api.get_tracer_provider()
     return None if isinstance(provider, api.ProxyTracerProvider) else Traces(provider)
