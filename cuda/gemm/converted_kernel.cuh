@@ -105,7 +105,10 @@ class UnitReader {
   }
 
   // Converts a unit to rows of 128 bytes in the swizzle of 128 bytes: tile t of row tile r at
-  // `to` + r * 2,048 + t * Tile::kWeightBytes. Tiles behind the last one become zero.
+  // `to` + r * 2,048 + t * Tile::kWeightBytes. Tiles behind the last one repeat it: they meet the
+  // columns of the tokens beyond K, which arrive as zeros. (A branch that writes zeros instead
+  // costs a tenth of the time of few rows, taken or not: its registers wait for the stores before
+  // it.)
   __device__ __forceinline__ void write(int32_t unit, const UnitWords<Tile>& from,
                                         uint32_t to) const {
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
@@ -121,19 +124,11 @@ class UnitReader {
  private:
   static constexpr int32_t kTileBytes = packed_tile_bytes(WeightFormat::kInt4);
 
-  // Row tile r of the converter, in the matrix. A row tile behind the last one is the last one; its
-  // outputs are not written.
+  // Row tile r of the converter, in the matrix.
   __device__ __forceinline__ static int32_t row_tile_of(const PackedArgs& weights, int32_t member,
                                                         int32_t r, int32_t first_column,
                                                         int32_t up_row) {
-    constexpr int32_t kHalf = Tile::kWeights / kPackedRows / 2;
-    int32_t of_block = member * Tile::kRowTiles + r;
-    int32_t first_row = first_column;
-    if (up_row != 0 && of_block >= kHalf) {
-      of_block -= kHalf;
-      first_row += up_row;
-    }
-    return min(first_row / kPackedRows + of_block, (weights.n - 1) / kPackedRows);
+    return weights.row_tile_of<Tile::kWeights>(member * Tile::kRowTiles + r, first_column, up_row);
   }
 
   template <bool is_float16>
@@ -147,10 +142,6 @@ class UnitReader {
         const int32_t tile = unit * Tile::kUnitTiles + t;
         const uint32_t at_tile =
             at + static_cast<uint32_t>(r * kPackedRows * 128 + t * Tile::kWeightBytes);
-        if (tile >= num_tiles_) {
-          write_zeros(at_tile);
-          continue;
-        }
         if (!has_one_group_) {
           groups_.multipliers<is_float16, /*kHasHalves=*/true>(from.scales[r][t], tile, by);
         } else if (t == 0) {
@@ -173,14 +164,6 @@ class UnitReader {
       uint32_t a[4];
       convert_int4<is_float16>(word, by[step / 2], a);
       store_matrices(to ^ static_cast<uint32_t>(step * 32), a);
-    }
-  }
-
-  __device__ __forceinline__ static void write_zeros(uint32_t to) {
-    constexpr uint32_t kZeros[4] = {};
-#pragma unroll
-    for (int32_t step = 0; step < 4; ++step) {
-      store_matrices(to ^ static_cast<uint32_t>(step * 32), kZeros);
     }
   }
 

@@ -149,10 +149,11 @@ __device__ __forceinline__ int32_t columns_of(const GemmArgs& args) {
   return args.gated.up_row != 0 ? Tile::kWeights / 2 : Tile::kWeights;
 }
 
-// Multiplies the ring's stages and writes the tile; called by the consumers.
-template <class Out, class Tile>
-__device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmArgs& args,
-                                             const TilePlace& place, int32_t num_blocks) {
+// Computes the sums by `multiply(sums)` and writes the tile; called by the consumers. They have
+// `staging` when all of them have multiplied.
+template <class Out, class Tile, class Multiply>
+__device__ __forceinline__ void compute_tile(std::byte* staging, const GemmArgs& args,
+                                             const TilePlace& place, const Multiply& multiply) {
   const int32_t first_token = place.first_token;
   const int32_t first_column = place.first_column;
   // The bias is a constant, which is read at the end.
@@ -177,10 +178,9 @@ __device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmA
     }
   }
   Accumulators<Tile> sums = {};
-  consume<Tile>(ring, num_blocks, sums);
+  multiply(sums);
 
-  // The ring is idle: all requested tiles have been multiplied.
-  const Staged staged = {reinterpret_cast<Out*>(ring.data)};
+  const Staged staged = {reinterpret_cast<Out*>(staging)};
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
   staged.put(sums, [&](int32_t column) {
     return args.bias != nullptr && first_column + column < args.n ? args.bias[first_column + column]
@@ -197,6 +197,14 @@ __device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmA
     }
   }
   staged.write(y, args.y_stride, num_tokens, num_columns);
+}
+
+// The same by the stages of a ring, which is idle when all of them have been multiplied.
+template <class Out, class Tile>
+__device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmArgs& args,
+                                             const TilePlace& place, int32_t num_blocks) {
+  compute_tile<Out, Tile>(ring.data, args, place,
+                          [&](Accumulators<Tile>& sums) { consume<Tile>(ring, num_blocks, sums); });
 }
 
 template <class Tile>

@@ -49,6 +49,23 @@ __device__ __forceinline__ void convert_int4(uint32_t word, const Int4Multiplier
   a[3] = value.template operator()<true>(word >> 12);
 }
 
+// What codes of a group meet. scale: those of rows g and g + 8; zeros: theirs, in 16 bits each.
+template <bool kIsFloat16>
+__device__ __forceinline__ Int4Multipliers int4_multipliers(uint32_t scale, uint32_t zeros) {
+  constexpr uint32_t kMinus128 = 0xc300c300u;
+  Int4Multipliers by = {.minus = kMinus128 | zeros, .scale = scale, .rest = 0};
+  if constexpr (kIsFloat16) {
+    const auto first_bits = [](float value) {
+      return __uint_as_float(__float_as_uint(value) & 0xffff0000u);
+    };
+    const float low = half_of<false>(scale);
+    const float high = half_of<true>(scale);
+    by.scale = bfloat16_pair(low, high);
+    by.rest = bfloat16_pair(low - first_bits(low), high - first_bits(high));
+  }
+  return by;
+}
+
 // The scales and zero points of a row tile. Four lanes share the rows g and g + 8. For each packed
 // tile each of them reads one word: lanes 0 and 2 read scales and lanes 1 and 3 zero points, 0 and
 // 1 of the first 32 columns and 2 and 3 of the last. Shuffles give the words to all four.
@@ -105,37 +122,22 @@ class Int4Groups {
                                               Int4Multipliers (&by)[2]) const {
     // The bytes of an even group are the lower two of the word.
     const uint32_t zeros = __byte_perm(word, 0, group_of(tile) % 2 == 0 ? 0x4140 : 0x4342);
-    const uint32_t minus = kMinus128 | (has_zeros_ ? zeros : kInt4Zero * 0x00010001u);
-    word = is_zero_ == 0 ? word : minus;
+    word = is_zero_ == 0 ? word : has_zeros_ ? zeros : kInt4Zero * 0x00010001u;
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
 #pragma unroll
     for (int32_t half = 0; half < (kHasHalves ? 2 : 1); ++half) {
       const int32_t first = lane / 4 * 4 + 2 * half;
       const uint32_t scale = __shfl_sync(kAllLanes, word, first);
-      by[half].minus = __shfl_sync(kAllLanes, word, first + 1);
-      if constexpr (kIsFloat16) {
-        const float low = half_of<false>(scale);
-        const float high = half_of<true>(scale);
-        by[half].scale = bfloat16_pair(low, high);
-        by[half].rest = bfloat16_pair(low - first_bits(low), high - first_bits(high));
-      } else {
-        by[half].scale = scale;
-        by[half].rest = 0;
-      }
+      by[half] = int4_multipliers<kIsFloat16>(scale, __shfl_sync(kAllLanes, word, first + 1));
     }
     if constexpr (!kHasHalves) by[1] = by[0];
   }
 
  private:
-  static constexpr uint32_t kMinus128 = 0xc300c300u;
-
   // The group of the columns that the lane's word is for.
   __device__ __forceinline__ int32_t group_of(int32_t tile) const {
     const auto twice = static_cast<uint32_t>(4 * tile + 2 * half_);
     return min(static_cast<int32_t>(__umulhi(twice, reciprocal_)), last_group_);
-  }
-  __device__ __forceinline__ static float first_bits(float scale) {
-    return __uint_as_float(__float_as_uint(scale) & 0xffff0000u);
   }
 
   uint32_t reciprocal_;

@@ -59,6 +59,21 @@ struct PackedArgs {
   __device__ __forceinline__ const __nv_bfloat16* x_of(int32_t first_row) const {
     return group_rows == 0 ? x : x + int64_t{first_row / group_rows} * k;
   }
+
+  // Row tile `of_block` of a block of kWeights weights whose outputs begin at `first_column`, in
+  // the matrix; up_row as in GatedRows. A row tile behind the last one is the last one; its outputs
+  // are not written.
+  template <int32_t kWeights>
+  __device__ __forceinline__ int32_t row_tile_of(int32_t of_block, int32_t first_column,
+                                                 int32_t up_row) const {
+    constexpr int32_t kHalf = kWeights / kPackedRows / 2;
+    int32_t first_row = first_column;
+    if (up_row != 0 && of_block >= kHalf) {
+      of_block -= kHalf;
+      first_row += up_row;
+    }
+    return min(first_row / kPackedRows + of_block, (n - 1) / kPackedRows);
+  }
 };
 
 }  // namespace paceline::cuda

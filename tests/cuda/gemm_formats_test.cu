@@ -388,6 +388,8 @@ INSTANTIATE_TEST_SUITE_P(
                       DenseCase{kInt4Row, 1000, 1024}, DenseCase{kInt4Wide, 130, 2880},
                       DenseCase{kInt4Wide, 11000, 192}, DenseCase{kInt4Narrow, 321, 352},
                       DenseCase{kInt4Narrow, 4096, 1376}, DenseCase{kInt4Narrow, 1, 32},
+                      DenseCase{kInt4, 12288, 640}, DenseCase{kInt4Narrow, 24001, 1376},
+                      DenseCase{kInt4Row, 20000, 352}, DenseCase{kInt4Wide, 30000, 5376},
                       DenseCase{kInt4Ordered, 321, 352}, DenseCase{kInt4OrderedWide, 4096, 1024}));
 
 // --- Mixtures ------------------------------------------------------------------------------------
