@@ -27,9 +27,11 @@
 #include "model/weights/split_model.h"
 #include "ops/gather.h"
 #include "support/cuda_fixture.h"
+#include "support/described_model.h"
 #include "support/draft_head_checks.h"
 #include "support/engine_checks.h"
 #include "support/errors.h"
+#include "support/format_tensors.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
 #include "support/logprob_checks.h"
@@ -364,6 +366,49 @@ TEST_F(CudaRanks, DraftHeadsAreWholeOnEveryRank) {
     const auto executor = start();
     expect_same(run(*executor, jobs), expected);
     EXPECT_EQ(executor->check_integrity(), "");
+  }
+}
+
+// However weights arrive, a GPU has the bytes that split_model copies to it, also after an update.
+// rank_weights_test compares those with the whole model.
+TEST_F(CudaRanks, EveryWayOfLoadingGivesTheSameBytes) {
+  for (const std::string& json :
+       {testing::mixture_config(), testing::latent_config(), testing::deepseek_config()}) {
+    const testing::FormatTensors tensors = testing::format_tensors(json, 3);
+    const std::vector<RankMemory> memories = memories_of(gpus_for(2));
+    for (const GpuShare share : {GpuShare::kPart, GpuShare::kCopy}) {
+      // The bytes of a model that is filled on the CPU and then split, and of one that is filled on
+      // the GPUs.
+      const auto split = [&](const auto& fill) {
+        ModelBuilder builder(json, DType::kBFloat16);
+        fill(builder);
+        return model_weight_arena(*split_over(*builder.finish(), Device::kCuda, memories, share));
+      };
+      const auto made = [&](const auto& fill) {
+        ModelBuilder builder = builder_over(json, DType::kBFloat16, Device::kCuda, memories, share);
+        fill(builder);
+        return builder.finish();
+      };
+      const auto put = [&](ModelBuilder& builder) { put_all(builder, tensors); };
+      const auto read = [&](ModelBuilder& builder) {
+        for (const auto& [name, t] : tensors) {
+          builder.put(name, t.dtype, t.shape, [&](int64_t first, std::span<std::byte> to) {
+            std::memcpy(to.data(), t.bytes.data() + first, to.size());
+          });
+        }
+      };
+      const auto draw = [&](ModelBuilder& builder) { builder.fill_dummy(5); };
+      const std::vector<std::byte> expected = split(put);
+      EXPECT_EQ(model_weight_arena(*made(put)), expected);
+      EXPECT_EQ(model_weight_arena(*made(read)), expected);
+      EXPECT_EQ(model_weight_arena(*made(draw)), split(draw));
+      const auto other =
+          made([&](ModelBuilder& builder) { put_all(builder, testing::format_tensors(json, 4)); });
+      EXPECT_NE(model_weight_arena(*other), expected);
+      const ModelUpdate update = {.model = other, .tensors = testing::named_tensors(tensors)};
+      update_models({&update, 1});
+      EXPECT_EQ(model_weight_arena(*other), expected);
+    }
   }
 }
 

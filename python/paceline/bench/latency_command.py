@@ -36,7 +36,7 @@ from paceline.bench.latency_report import (
 )
 from paceline.bench.lengths import at_lengths
 from paceline.bench.measurement import Measurement
-from paceline.bench.models import BenchModel, load, load_draft, on_gpus
+from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.plot import draw_report
 from paceline.bench.report import GrowingTable, Output, columns, legends, write_json
 from paceline.bench.workload import Workload
@@ -271,7 +271,6 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
     config, chosen = speculations(args)
     device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
     gpus = chosen_gpus(device, args.tensor_parallel_size, None)
-    placed = "cpu" if gpus else device
     if args.trace is not None and not can_trace(device):
         raise NotImplementedError(
             f"--trace times kernels, but the device is {device!r}; "
@@ -279,8 +278,9 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
         )
     begin = time.monotonic()
     target = load(
-        source, dummy=is_dummy, dtype=args.dtype, device=placed, show_progress=not args.quiet,
-        revision=args.revision, cache_dir=args.cache_dir, num_layers=args.num_layers,
+        source, dummy=is_dummy, dtype=args.dtype, device=device, gpus=gpus,
+        show_progress=not args.quiet, revision=args.revision, cache_dir=args.cache_dir,
+        num_layers=args.num_layers,
     )  # fmt: skip
     draft = None
     if config is not None and config.has_model:
@@ -291,11 +291,10 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
             draft_source, revision, kept = source, args.revision, args.num_layers
         draft = load_draft(
             draft_source, target, method=config.method, draft_feedback=config.draft_feedback,
-            dummy=is_draft_dummy, dtype=args.dtype, device=placed, show_progress=not args.quiet,
-            revision=revision, cache_dir=args.cache_dir, num_layers=kept,
+            dummy=is_draft_dummy, dtype=args.dtype, device=device, gpus=gpus,
+            show_progress=not args.quiet, revision=revision, cache_dir=args.cache_dir,
+            num_layers=kept,
         )  # fmt: skip
-    if gpus:
-        target, draft = on_gpus(target, draft, gpus)
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)
 
