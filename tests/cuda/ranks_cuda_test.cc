@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -409,6 +410,66 @@ TEST_F(CudaRanks, EveryWayOfLoadingGivesTheSameBytes) {
       update_models({&update, 1});
       EXPECT_EQ(model_weight_arena(*other), expected);
     }
+  }
+}
+
+std::vector<NamedTensor> named_tensors(const testing::RawModel& raw) {
+  std::vector<NamedTensor> named;
+  for (const auto& [name, t] : raw.tensors) {
+    named.push_back({.name = name, .shape = t.shape, .data = t.values.data()});
+  }
+  return named;
+}
+
+// Drafters change, and their weights and those of the target, while requests run on every rank.
+TEST_F(CudaRanks, DraftersAndWeightsChangeWhileRequestsRun) {
+  const TinyModel shape = {.num_qo_heads = 4,
+                           .num_kv_heads = 4,
+                           .head_dim = 64,
+                           .max_position = 1024,
+                           .windows = {8, 0, 20},
+                           .is_gemma = false};
+  const auto raw = [&](uint64_t seed) {
+    return testing::random_raw_model(testing::tiny_config_json(shape), seed);
+  };
+  const testing::RawModel first = raw(1);
+  const testing::RawModel second = raw(2);
+  std::mt19937_64 random(3);
+  const std::vector<Job> jobs = random_jobs(random, 12, 64, 0.8, 100, 80);
+  const auto plain = [&](const testing::RawModel& model) {
+    Executor executor(model.build(DType::kBFloat16, Device::kCuda), nullptr, options_of(1, 0));
+    return run(executor, jobs);
+  };
+  const std::vector<Outcome> expected = plain(first);
+  for (const int32_t num_ranks : rank_counts()) {
+    SCOPED_TRACE(std::to_string(num_ranks) + " ranks");
+    const auto target = on_gpus(first.build(DType::kBFloat16), num_ranks, GpuShare::kPart);
+    const auto good = on_gpus(first.build(DType::kBFloat16), num_ranks, GpuShare::kCopy);
+    const auto bad = on_gpus(second.build(DType::kBFloat16), num_ranks, GpuShare::kCopy);
+    const ModelUpdate to_first = {.model = bad, .tensors = named_tensors(first)};
+    const ModelUpdate to_second = {.model = bad, .tensors = named_tensors(second)};
+    Executor executor(target, good, options_of(num_ranks, 3));
+    const int64_t bytes = executor.memory_report().kv_pool_bytes;
+    std::atomic<bool> is_over = false;
+    std::thread changing([&] {
+      for (int32_t i = 0; i < 12; ++i) {
+        executor.set_drafter(nullptr, {});
+        executor.set_drafter(bad, {.num_speculative_tokens = 1 + i % 4});
+        const ModelUpdate& update = i % 2 == 0 ? to_first : to_second;
+        executor.update_drafter([&] { update_models({&update, 1}); });
+        executor.set_drafter(good, {.num_speculative_tokens = 2});
+      }
+      is_over = true;
+    });
+    do {
+      expect_same(run(executor, jobs), expected);
+    } while (!is_over);
+    changing.join();
+    EXPECT_EQ(executor.check_integrity(), "");
+    EXPECT_EQ(executor.memory_report().kv_pool_bytes, bytes);
+    const ModelUpdate update = {.model = target, .tensors = named_tensors(second)};
+    EXPECT_EQ(executor.while_idle([&] { update_models({&update, 1}); }), 0);
+    expect_same(run(executor, jobs), plain(second));
   }
 }
 

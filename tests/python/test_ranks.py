@@ -91,6 +91,26 @@ def test_async_engine_and_weight_updates() -> None:
     assert asyncio.run(first()) == expected[0][0]
 
 
+def test_drafters_change_on_every_rank() -> None:
+    target = make(TinySpec("qwen3", seed=3))
+    draft, other = (
+        make(TinySpec("llama", seed=seed, hidden_size=32, heads=2, kv_heads=1)) for seed in (4, 6)
+    )
+    config = {"model": str(draft), "num_speculative_tokens": 3}
+    itself = {"model": str(target), "num_speculative_tokens": 2}
+    with LLM(target, **ENGINE) as llm:
+        expected = generated(llm)
+    for ranks in (2, 4):
+        with LLM(target, tensor_parallel_size=ranks, **ENGINE) as llm:
+            for speculative in (config, itself, None, config):
+                llm.set_drafter(speculative, show_progress=False)
+                assert generated(llm) == expected
+            llm.update_drafter(load_tensors(other))
+            assert generated(llm) == expected
+            report = llm.memory_report()["ranks"]
+            assert len(report) == ranks and all(one["draft_weight_bytes"] > 0 for one in report)
+
+
 def num_tasks() -> int:
     """The threads of this process, those of C++ among them."""
     return len(list(Path("/proc/self/task").iterdir()))
