@@ -136,6 +136,11 @@ class _Bench:
         shown = columns(*self.setup.parts)
         self.table = GrowingTable(shown, max(map(len, [*names, shown[0].name])))
 
+    @property
+    def _num_gpus(self) -> int:
+        """GPUs that share the target. Ranks on the CPU share the machine, so the floor is its own."""
+        return self.args.tensor_parallel_size if self.setup.device == "cuda" else 1
+
     def measure(self, cell: _Cell) -> None:
         """Measures a cell, then prints and writes what there is by then.
 
@@ -171,7 +176,9 @@ class _Bench:
         self.speed.forget()
         if not self.args.host_only:  # without ops there is no limit to compare with
             results = [
-                with_floor(result, self.setup.target, cell.drafter, self.speed)
+                with_floor(
+                    result, self.setup.target, cell.drafter, self.speed, num_gpus=self._num_gpus
+                )
                 for result in results
             ]
         if self.startup is None:
