@@ -270,7 +270,26 @@ std::vector<Case> family_cases(std::mt19937_64& random) {
           {"latent", testing::latent_config(), {}}};
 }
 
-// Each rank draws its own elements of dummy weights, also where rows have an odd width.
+// Puts what a model on the CPU has, tensor by tensor, where this is what its tensors would be.
+// Returns whether that is so for all of them.
+bool put_of(const Model& model, ModelBuilder& builder) {
+  const WholeLayout layout(model.config, model.weights.dtype);
+  for (const NamedWeight& named : layout.named_weights) {
+    if (named.is_optional) continue;
+    if (named.kind == WeightKind::kFp8Scales || named.kind == WeightKind::kInt4Scales ||
+        named.kind == WeightKind::kTransposed) {
+      return false;
+    }
+    const std::byte* const data = model.weights.arena.data() + named.offset;
+    builder.put(named.name, named.dtype, named.dims(), [&](int64_t first, std::span<std::byte> to) {
+      std::memcpy(to.data(), data + first, to.size());
+    });
+  }
+  return true;
+}
+
+// Each rank draws its own elements of dummy weights, also where rows have an odd width. The tensors
+// of every family give the same when they are read.
 TEST(RankWeights, DummyWeightsAreThoseOfTheWholeModel) {
   const uint64_t seed = testing::seed_from_env(1);
   SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
@@ -278,6 +297,7 @@ TEST(RankWeights, DummyWeightsAreThoseOfTheWholeModel) {
   std::vector<Case> cases = family_cases(random);
   cases.push_back({"odd", testing::tiny_config(), {}});
   int32_t num_shared = 0;
+  int32_t num_read = 0;
   for (const Case& one : cases) {
     SCOPED_TRACE(one.name);
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -295,11 +315,16 @@ TEST(RankWeights, DummyWeightsAreThoseOfTheWholeModel) {
           ranked.fill_dummy(seed);
           const auto split = split_over(*whole, layout.device, layout.memories, share);
           EXPECT_EQ(model_weight_arena(*ranked.finish()), model_weight_arena(*split));
+          ModelBuilder read = builder_over(one.json, dtype, layout.device, layout.memories, share);
+          if (!put_of(*whole, read)) continue;
+          EXPECT_EQ(model_weight_arena(*read.finish()), model_weight_arena(*split));
+          num_read += is_shared ? 1 : 0;
         }
       }
     }
   }
   EXPECT_GE(num_shared, 12);
+  EXPECT_GE(num_read, 24);
 }
 
 // What is read of each tensor is what the ranks have of it, and it goes to the staging buffer of a
@@ -417,6 +442,21 @@ TEST(RankWeights, AReaderThatFailsEndsPutAndTheTensorMayBePutAgain) {
       builder_over(json, DType::kBFloat16, layout.device, layout.memories, GpuShare::kPart);
   put_all(other, tensors);
   EXPECT_EQ(model_weight_arena(*builder.finish()), model_weight_arena(*other.finish()));
+}
+
+TEST(RankWeights, RefusesGpusThatCannotBeRanks) {
+  const auto refused = [](const std::vector<int32_t>& gpus) {
+    return message_of<InvalidArgument>(
+        [&] { ModelBuilder(testing::latent_config(), DType::kBFloat16, gpus, GpuShare::kPart); });
+  };
+  EXPECT_THAT(refused({}), HasSubstr("gpus has 0 numbers; allowed: 1 to 8"));
+  EXPECT_THAT(refused({3, 1, 3}), HasSubstr("gpus has 3 twice"));
+  const Layout layout = layouts(4)[0];
+  EXPECT_THAT(message_of<Unsupported>([&] {
+                static_cast<void>(builder_over(testing::latent_config(), DType::kBFloat16,
+                                               layout.device, layout.memories, GpuShare::kPart));
+              }),
+              HasSubstr("allowed for this model: 1, 2, 3"));
 }
 
 TEST(RankThreads, RunOnEveryRankAndRethrowTheFirstFailure) {

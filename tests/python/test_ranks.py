@@ -19,6 +19,7 @@ from drafter_checks import PROMPTS
 from errors import refuses
 from paceline import LLM, AsyncLLM, EngineConfig, SamplingParams
 from paceline.device import chosen_gpus
+from paceline.loader import load_checkpoint
 from tiny_models import TinySpec, load_tensors, make
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "qwen3_moe", "glm4_moe_lite", "qwen3_5")
@@ -157,6 +158,19 @@ def test_devices_are_one_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
     wrong: list[Any] = [[], [0, 0], [-1], [16], [0.5], "0,1", 1]
     for devices in wrong:
         refuses(functools.partial(EngineConfig, devices=devices), "devices")
+
+
+def test_weights_go_to_different_gpus() -> None:
+    target = make(TinySpec("llama", seed=3))
+    refuses(
+        lambda: load_checkpoint(target, device="cuda", gpus=[1, 1], progress=False),
+        "gpus has 1 twice",
+    )
+    refuses(
+        lambda: load_checkpoint(target, device="cpu", gpus=[0], progress=False),
+        "gpus is given and device is 'cpu'",
+    )
+    assert load_checkpoint(target, progress=False).model.gpus == ()
 
 
 def test_command_line() -> None:
