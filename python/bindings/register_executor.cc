@@ -403,7 +403,7 @@ Returns:
 Raises:
     ValueError: An option or the drafter is not allowed, a request would not fit the pool, or
         another call is under way. The drafter so far goes on.
-    NotImplementedError: A drafter of the caller, before or after, or several ranks.
+    NotImplementedError: A drafter of the caller, before or after.
     RuntimeError: The executor is closed, or has failed with this error.
 )doc")
       .def(

@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "model/description/decoder_config.h"
 #include "model/weights/linear_costs.h"
+#include "model/weights/model_impl.h"
 
 namespace paceline::python {
 namespace {
@@ -155,6 +156,14 @@ void register_model(py::module_& module) {
           "device",
           [](const PyModel& self) { return std::string(device_name(model_device(*self.model))); },
           "\"cpu\" or \"cuda\": where the weights lie.")
+      .def_property_readonly(
+          "gpus",
+          [](const PyModel& self) {
+            std::vector<int32_t> gpus;
+            for (const auto& rank : self.model->ranks) gpus.push_back(rank->gpu);
+            return py::tuple(py::cast(gpus));
+          },
+          "The GPU of each rank, if they were chosen; else empty.")
       .def("arena", &arena_view, R"doc(A copy of the bytes of all weights, for equality tests.
 
 Returns:
@@ -192,30 +201,6 @@ Raises:
     paceline.ModelFileError: A file does not hold what it must; names file and key.
     NotImplementedError: There is no such device; says why.
     paceline.OutOfMemoryError: The weights could not be allocated.
-)doc");
-  module.def(
-      "split_model",
-      [](const PyModel& model, const std::vector<int32_t>& gpus, bool is_drafter) {
-        const GilRelease release;
-        return PyModel{
-            split_model(model.model, gpus, is_drafter ? GpuShare::kCopy : GpuShare::kPart)};
-      },
-      py::arg("model"), py::arg("gpus"), py::kw_only(), py::arg("is_drafter"),
-      R"doc(Copies a model from the CPU to GPUs, each of which is a rank.
-
-Args:
-    model: The model; it may be dropped afterwards.
-    gpus: The GPU of each rank, of those that the process sees, from 0.
-    is_drafter: Each GPU gets the whole model, and not what its rank computes.
-
-Returns:
-    The model on the GPUs.
-
-Raises:
-    ValueError: The model is not on the CPU, or a GPU is named twice.
-    NotImplementedError: Ranks cannot share the model; or a GPU is missing, is of another kind, or
-        cannot access the memory of another.
-    paceline.OutOfMemoryError: The memory of a GPU is too small.
 )doc");
   register_config_functions(module);
 }

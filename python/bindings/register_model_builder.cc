@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <paceline/dtype.h>
@@ -22,8 +23,8 @@ namespace {
 // A ModelBuilder is not thread-safe and its calls run without the GIL: one at a time.
 class PyModelBuilder {
  public:
-  PyModelBuilder(const std::string& config_json, DType weight_dtype, Device device)
-      : builder_(config_json, weight_dtype, device), weight_dtype_(weight_dtype) {}
+  PyModelBuilder(ModelBuilder builder, DType weight_dtype)
+      : builder_(std::move(builder)), weight_dtype_(weight_dtype) {}
 
   // The caller holds the GIL.
   template <class Function>
@@ -162,23 +163,37 @@ void register_model_builder(py::module_& module) {
   py::class_<PyModelBuilder, Holder<PyModelBuilder>>(
       module, "ModelBuilder", "Fills a model with weights, tensor by tensor.")
       .def(py::init([](const std::string& config_json, const std::string& weight_dtype,
-                       const std::string& device_name) {
+                       const std::string& device_name, const std::vector<int32_t>& gpus,
+                       bool is_drafter) {
              const DType dtype = parse_dtype(weight_dtype);
              const Device device = parse_device(device_name);
+             if (!gpus.empty() && device != Device::kCuda) {
+               throw py::value_error("gpus is given and device is " + quoted(device_name) +
+                                     "; allowed: device 'cuda', or no gpus");
+             }
              GilRelease release;
-             return Holder<PyModelBuilder>(new PyModelBuilder(config_json, dtype, device));
+             const GpuShare share = is_drafter ? GpuShare::kCopy : GpuShare::kPart;
+             ModelBuilder builder = gpus.empty() ? ModelBuilder(config_json, dtype, device)
+                                                 : ModelBuilder(config_json, dtype, gpus, share);
+             return Holder<PyModelBuilder>(new PyModelBuilder(std::move(builder), dtype));
            }),
            py::arg("config_json"), py::arg("weight_dtype"), py::arg("device") = "cpu",
+           py::kw_only(), py::arg("gpus") = std::vector<int32_t>(), py::arg("is_drafter") = false,
            R"doc(Allocates the weights of a model.
 
 Args:
     config_json: The canonical decoder description (docs/model-format.md).
     weight_dtype: "float32" or "bfloat16", of the matrices; norms and biases are float32.
     device: "cpu" or "cuda": where the weights will lie. Executors run there.
+    gpus: The GPU of each rank, of those that the process sees, from 0; only with "cuda". Empty: the
+        first one has all weights.
+    is_drafter: Each of these GPUs gets all weights, and not only what its rank computes.
 
 Raises:
-    ValueError: A key of the description that is missing, unknown or not allowed.
-    NotImplementedError: There is no such device; says why.
+    ValueError: A key of the description that is missing, unknown or not allowed; or gpus has a
+        number twice.
+    NotImplementedError: There is no such device; says why. Or ranks cannot share the model, or a
+        GPU is of another kind or cannot access the memory of another.
     paceline.OutOfMemoryError: The weights could not be allocated.
 )doc")
       .def("put_tensor", &put_tensor, py::arg("name"), py::arg("file"), py::arg("tensor"),

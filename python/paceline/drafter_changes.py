@@ -94,6 +94,7 @@ def load_for(
         "draft_feedback": speculative.draft_feedback,
         "dtype": config.dtype,
         "device": target.model.device,
+        "gpus": target.model.gpus,
     }
     if target.is_dummy:
         draft = load_dummy_drafter(sources.draft, target, **arguments)

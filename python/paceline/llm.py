@@ -22,7 +22,7 @@ from paceline.checks import (
 from paceline.config import LOAD_FORMATS, EngineConfig
 from paceline.device import chosen_gpus, resolve_device
 from paceline.engine_options import EngineArguments
-from paceline.loader import LoadedModel, StateDict, load_pair, split_pair
+from paceline.loader import LoadedModel, StateDict, load_pair
 from paceline.model_sources import find_models, find_tokenizer
 from paceline.option_schema import ARGUMENTS, lists_options, split_unknown
 from paceline.running_llm import RunningLLM
@@ -145,12 +145,11 @@ class LLM(RunningLLM):
                 method=None if speculative is None else speculative.method,
                 draft_feedback=None if speculative is None else speculative.draft_feedback,
                 dtype=config.dtype,
-                device="cpu" if gpus else resolved,
+                device=resolved,
+                gpus=gpus,
                 load_format=load_format,
                 progress=show_progress,
             )
-            if gpus:
-                target, draft = split_pair(target, draft, gpus)
             lifetime.check_not_exiting()
             if tokenizer_info is not None:
                 target = dataclasses.replace(target, tokenizer=tokenizer_info)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from paceline import _core, limits, speculative_fields
@@ -47,23 +47,23 @@ def kv_groups(memory_report: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def stats_and_groups(executor: _core.Executor) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the counters of an engine, and what names their KV groups, which a change of the
-    drafter may change in between."""
+def stats_and_memory(executor: _core.Executor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the counters of an engine, and the memory report that names their KV groups, which a
+    change of the drafter may change in between."""
     while True:
-        stats, groups = executor.stats(), kv_groups(executor.memory_report())
-        if len(groups) == len(stats["kv_groups"]):
-            return stats, groups
+        stats, memory = executor.stats(), executor.memory_report()
+        if len(memory["groups"]) == len(stats["kv_groups"]):
+            return stats, memory
 
 
 def engine_stats(
-    stats: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], num_spec_tokens: int | None
+    stats: Mapping[str, Any], memory: Mapping[str, Any], num_spec_tokens: int | None
 ) -> dict[str, Any]:
     """Converts the counters of an engine to the dict that `LLM.stats` describes.
 
     Args:
         stats: The result of `_core.Executor.stats`.
-        groups: The result of `kv_groups`.
+        memory: The result of `_core.Executor.memory_report`.
         num_spec_tokens: k; None without speculative decoding.
 
     Returns:
@@ -90,8 +90,10 @@ def engine_stats(
         "num_output_tokens": stats["num_emitted_tokens"],
         "kv_cache_usage": used_share(stats),
         "kv_groups": [
-            {**name, **group} for name, group in zip(groups, stats["kv_groups"], strict=True)
+            {**name, **group}
+            for name, group in zip(kv_groups(memory), stats["kv_groups"], strict=True)
         ],
+        "ranks": memory["ranks"],
         "speculative_decoding": None
         if num_spec_tokens is None
         else {

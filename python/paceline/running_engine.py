@@ -28,7 +28,7 @@ from paceline.reports import (
     group_max_bytes,
     memory_plan,
     pool_capacity,
-    stats_and_groups,
+    stats_and_memory,
 )
 from paceline.request_factory import RequestFactory
 from paceline.speculative_config import SpeculativeConfig
@@ -213,6 +213,7 @@ class RunningEngine:
               be taken over, and "max_blocks" if it had the whole pool; and since the start
               "hit_blocks", taken over from the prefix cache, and "evicted_blocks", whose memory
               went to new blocks.
+            - ranks: the memory of each rank, as in `memory_report`; one without ranks.
             - speculative_decoding: None without it. Otherwise a dict with num_spec_tokens (k),
               num_spec_steps, num_draft_tokens, num_accepted_draft_tokens, mean_acceptance_length,
               draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`; and
@@ -222,8 +223,8 @@ class RunningEngine:
         Raises:
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
-        stats, groups = self._dispatcher.call(stats_and_groups)
-        return engine_stats(stats, groups, self._num_speculative_tokens)
+        stats, memory = self._dispatcher.call(stats_and_memory)
+        return engine_stats(stats, memory, self._num_speculative_tokens)
 
     def get_metrics(self) -> list[Metric]:
         """Returns what `stats` counts as vLLM's `LLM.get_metrics` does.

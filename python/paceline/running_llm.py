@@ -355,8 +355,8 @@ class RunningLLM(RunningEngine):
             ValueError: A key is not allowed; the drafter does not fit the target; a request that
                 runs or waits would not fit the KV pool; or the engine or the new configuration has
                 a rejection_sample_method other than "coupled".
-            NotImplementedError: The method "custom", before or after; several ranks; or a drafter
-                whose KV blocks are too large for the pool of a GPU.
+            NotImplementedError: The method "custom", before or after; or a drafter whose KV blocks
+                are too large for the pool of a GPU.
             paceline.BusyError: Another change of the drafter or of weights is under way.
             paceline.OutOfMemoryError: There is no memory for the new drafter beside the old one.
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.

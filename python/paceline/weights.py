@@ -20,7 +20,6 @@ from paceline.loader import (
     memory_tokenizer,
     open_checkpoint,
     open_drafter,
-    split_pair,
 )
 from paceline.loader.binding import BoundTensor, value_error
 from paceline.loader.block_kinds import own_block_kind
@@ -73,11 +72,10 @@ def load_state_dicts(
         method=None if speculative is None else speculative.method,
         draft_feedback=None if speculative is None else speculative.draft_feedback,
         dtype=config.dtype,
-        device="cpu" if gpus else device,
+        device=device,
+        gpus=gpus,
         progress=progress,
     )
-    if gpus:
-        loaded, drafter = split_pair(loaded, drafter, gpus)
     return loaded, drafter, speculative
 
 

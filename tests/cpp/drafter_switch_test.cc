@@ -126,7 +126,8 @@ SwitchedRuns switch_under_load(Executor& executor, const std::vector<Drafter>& d
   return runs;
 }
 
-// 200 switches, 20 in each of ten engines that differ in all that may matter.
+// 200 switches, 20 in each of ten engines that differ in all that may matter, some of them with
+// several ranks.
 TEST(DrafterSwitch, ChangesNoToken) {
   const uint64_t first_seed = seed_from_env(1);
   constexpr int32_t kNumSwitches = 20;
@@ -134,6 +135,7 @@ TEST(DrafterSwitch, ChangesNoToken) {
   int64_t num_accepted = 0;
   int64_t num_preemptions = 0;
   int32_t num_busy = 0;
+  int32_t num_ranked = 0;
   for (uint64_t seed = first_seed; seed < first_seed + 10; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
@@ -167,6 +169,8 @@ TEST(DrafterSwitch, ChangesNoToken) {
     options.poison_freed_blocks = pick(true, false);
     options.draft_schedule_seed = pick(0, 5);
     if (pick(true, false)) options.kv_cache_bytes = 400 << 10;  // with preemption
+    options.tensor_parallel_size = pick(1, 2, 4);
+    num_ranked += options.tensor_parallel_size > 1 ? 1 : 0;
     Executor executor(target, drafters[0].model, options);
     // Before the first switch, which makes all options those of its own configuration.
     std::vector<Drafter> in_turn = drafters;
@@ -193,6 +197,7 @@ TEST(DrafterSwitch, ChangesNoToken) {
   EXPECT_LT(num_accepted, num_drafted);
   EXPECT_GT(num_preemptions, 0);
   EXPECT_GT(num_busy, 10 * kNumSwitches / 2);
+  EXPECT_GT(num_ranked, 2);
 }
 
 // A busy engine: long requests that run while a test changes the drafter.
@@ -331,10 +336,6 @@ TEST(DrafterSwitch, RefusesWhatIsNotSupported) {
   const TinyModel shape;
   const auto target = tiny_model(shape, 1);
   ExecutorOptions options = small_engine_options(0);
-  options.tensor_parallel_size = 2;
-  Executor ranked(target, nullptr, options);
-  EXPECT_THROW(ranked.set_drafter(nullptr, prompt_lookup(2)), Unsupported);
-  options.tensor_parallel_size = 1;
   options.speculative = with_k(2);
   options.speculative.rejection_sample_method = AcceptMethod::kStandard;
   Executor standard(target, target, options);

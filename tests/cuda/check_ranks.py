@@ -16,20 +16,18 @@ import random
 import time
 
 from paceline import LLM, SamplingParams
-from paceline.bench.models import load, load_draft, on_gpus
+from paceline.bench.models import load, load_draft
 
 
 def outputs(args: argparse.Namespace, num_ranks: int) -> list[list[int]]:
     """The tokens of every request, with this many ranks."""
-    device = "cuda" if num_ranks == 1 else "cpu"
+    placed = {"device": "cuda", "gpus": range(num_ranks) if num_ranks > 1 else ()}
     begin = time.monotonic()
-    target, draft, speculative = load(args.config, dummy=True, device=device), None, None
+    target, draft, speculative = load(args.config, dummy=True, **placed), None, None
     if args.drafter and num_ranks > 1:
         method, _, name = args.drafter.partition(":")
-        draft = load_draft(name, target, method=method, dummy=True, device=device)
+        draft = load_draft(name, target, method=method, dummy=True, **placed)
         speculative = {"method": method, "model": name, "num_speculative_tokens": 3}
-    if num_ranks > 1:
-        target, draft = on_gpus(target, draft, range(num_ranks))
     vocab = target.config["vocab_size"]
     llm = LLM.from_loaded(
         target.loaded, None if draft is None else draft.loaded, speculative_config=speculative,

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -27,9 +28,11 @@
 #include "model/weights/split_model.h"
 #include "ops/gather.h"
 #include "support/cuda_fixture.h"
+#include "support/described_model.h"
 #include "support/draft_head_checks.h"
 #include "support/engine_checks.h"
 #include "support/errors.h"
+#include "support/format_tensors.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
 #include "support/logprob_checks.h"
@@ -364,6 +367,109 @@ TEST_F(CudaRanks, DraftHeadsAreWholeOnEveryRank) {
     const auto executor = start();
     expect_same(run(*executor, jobs), expected);
     EXPECT_EQ(executor->check_integrity(), "");
+  }
+}
+
+// However weights arrive, a GPU has the bytes that split_model copies to it, also after an update.
+// rank_weights_test compares those with the whole model.
+TEST_F(CudaRanks, EveryWayOfLoadingGivesTheSameBytes) {
+  for (const std::string& json :
+       {testing::mixture_config(), testing::latent_config(), testing::deepseek_config()}) {
+    const testing::FormatTensors tensors = testing::format_tensors(json, 3);
+    const std::vector<RankMemory> memories = memories_of(gpus_for(2));
+    for (const GpuShare share : {GpuShare::kPart, GpuShare::kCopy}) {
+      // The bytes of a model that is filled on the CPU and then split, and of one that is filled on
+      // the GPUs.
+      const auto split = [&](const auto& fill) {
+        ModelBuilder builder(json, DType::kBFloat16);
+        fill(builder);
+        return model_weight_arena(*split_over(*builder.finish(), Device::kCuda, memories, share));
+      };
+      const auto made = [&](const auto& fill) {
+        ModelBuilder builder = builder_over(json, DType::kBFloat16, Device::kCuda, memories, share);
+        fill(builder);
+        return builder.finish();
+      };
+      const auto put = [&](ModelBuilder& builder) { put_all(builder, tensors); };
+      const auto read = [&](ModelBuilder& builder) {
+        for (const auto& [name, t] : tensors) {
+          builder.put(name, t.dtype, t.shape, [&](int64_t first, std::span<std::byte> to) {
+            std::memcpy(to.data(), t.bytes.data() + first, to.size());
+          });
+        }
+      };
+      const auto draw = [&](ModelBuilder& builder) { builder.fill_dummy(5); };
+      const std::vector<std::byte> expected = split(put);
+      EXPECT_EQ(model_weight_arena(*made(put)), expected);
+      EXPECT_EQ(model_weight_arena(*made(read)), expected);
+      EXPECT_EQ(model_weight_arena(*made(draw)), split(draw));
+      const auto other =
+          made([&](ModelBuilder& builder) { put_all(builder, testing::format_tensors(json, 4)); });
+      EXPECT_NE(model_weight_arena(*other), expected);
+      const ModelUpdate update = {.model = other, .tensors = testing::named_tensors(tensors)};
+      update_models({&update, 1});
+      EXPECT_EQ(model_weight_arena(*other), expected);
+    }
+  }
+}
+
+std::vector<NamedTensor> named_tensors(const testing::RawModel& raw) {
+  std::vector<NamedTensor> named;
+  for (const auto& [name, t] : raw.tensors) {
+    named.push_back({.name = name, .shape = t.shape, .data = t.values.data()});
+  }
+  return named;
+}
+
+// Drafters change, and their weights and those of the target, while requests run on every rank.
+TEST_F(CudaRanks, DraftersAndWeightsChangeWhileRequestsRun) {
+  const TinyModel shape = {.num_qo_heads = 4,
+                           .num_kv_heads = 4,
+                           .head_dim = 64,
+                           .max_position = 1024,
+                           .windows = {8, 0, 20},
+                           .is_gemma = false};
+  const auto raw = [&](uint64_t seed) {
+    return testing::random_raw_model(testing::tiny_config_json(shape), seed);
+  };
+  const testing::RawModel first = raw(1);
+  const testing::RawModel second = raw(2);
+  std::mt19937_64 random(3);
+  const std::vector<Job> jobs = random_jobs(random, 12, 64, 0.8, 100, 80);
+  const auto plain = [&](const testing::RawModel& model) {
+    Executor executor(model.build(DType::kBFloat16, Device::kCuda), nullptr, options_of(1, 0));
+    return run(executor, jobs);
+  };
+  const std::vector<Outcome> expected = plain(first);
+  for (const int32_t num_ranks : rank_counts()) {
+    SCOPED_TRACE(std::to_string(num_ranks) + " ranks");
+    const auto target = on_gpus(first.build(DType::kBFloat16), num_ranks, GpuShare::kPart);
+    const auto good = on_gpus(first.build(DType::kBFloat16), num_ranks, GpuShare::kCopy);
+    const auto bad = on_gpus(second.build(DType::kBFloat16), num_ranks, GpuShare::kCopy);
+    const ModelUpdate to_first = {.model = bad, .tensors = named_tensors(first)};
+    const ModelUpdate to_second = {.model = bad, .tensors = named_tensors(second)};
+    Executor executor(target, good, options_of(num_ranks, 3));
+    const int64_t bytes = executor.memory_report().kv_pool_bytes;
+    std::atomic<bool> is_over = false;
+    std::thread changing([&] {
+      for (int32_t i = 0; i < 12; ++i) {
+        executor.set_drafter(nullptr, {});
+        executor.set_drafter(bad, {.num_speculative_tokens = 1 + i % 4});
+        const ModelUpdate& update = i % 2 == 0 ? to_first : to_second;
+        executor.update_drafter([&] { update_models({&update, 1}); });
+        executor.set_drafter(good, {.num_speculative_tokens = 2});
+      }
+      is_over = true;
+    });
+    do {
+      expect_same(run(executor, jobs), expected);
+    } while (!is_over);
+    changing.join();
+    EXPECT_EQ(executor.check_integrity(), "");
+    EXPECT_EQ(executor.memory_report().kv_pool_bytes, bytes);
+    const ModelUpdate update = {.model = target, .tensors = named_tensors(second)};
+    EXPECT_EQ(executor.while_idle([&] { update_models({&update, 1}); }), 0);
+    expect_same(run(executor, jobs), plain(second));
   }
 }
 

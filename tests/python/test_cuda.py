@@ -35,7 +35,7 @@ from cuda_engines import (
 )
 from paceline import LLM, OutOfMemoryError, SamplingParams, _core, cli
 from paceline.demo import demo_names, find_demo
-from paceline.loader import load_checkpoint, load_dummy
+from paceline.loader import load_checkpoint, load_drafter, load_dummy
 from paceline.loader.convert import convert
 
 __all__ = ["bfloat16_transformers", "gpu"]  # fixtures
@@ -102,12 +102,19 @@ def test_what_progress_raises_ends_the_start(target: Path, kind: type[BaseExcept
     executor.close()
 
 
-def test_drafters_change_while_requests_run(target: Path, draft: Path) -> None:
+def chosen_gpus() -> dict[str, Any]:
+    """Options that choose two GPUs, each a rank, or the only one."""
+    gpus = list(range(min(_core.cuda_status()["num_gpus"], 2)))
+    return {"tensor_parallel_size": len(gpus), "devices": gpus}
+
+
+@pytest.mark.parametrize("are_chosen", [False, True])
+def test_drafters_change_while_requests_run(target: Path, draft: Path, are_chosen: bool) -> None:
     expected = plain_tokens(target, 1.0)
     fixed = {"x": {"adaptive": False}}
     model = {"model": str(draft), "num_speculative_tokens": 4, **fixed}
     lookup = {"method": "ngram", "num_speculative_tokens": 3, **fixed}
-    with open_llm(target, draft) as llm:
+    with open_llm(target, draft, **(chosen_gpus() if are_chosen else {})) as llm:
         workspace = llm.memory_report()["workspace"]
         tensors = tiny_models.load_tensors(draft)
         found: list[list[list[int]]] = []
@@ -151,6 +158,27 @@ def test_weights_are_those_of_the_cpu(target: Path, draft: Path, tmp_path: Path)
     assert loaded.target.device == "cuda" and bytes(loaded.target.arena()) == arena("cpu")
     dummies = [bytes(load_dummy(target, device=d).model.arena()) for d in ("cpu", "cuda")]
     assert dummies[0] == dummies[1]
+    # A GPU that is chosen has the same bytes, and each of several GPUs has all of a drafter.
+    chosen = load_checkpoint(target, device="cuda", gpus=[0], progress=False).model
+    assert chosen.gpus == (0,) and bytes(chosen.arena()) == arena("cpu")
+    assert bytes(load_dummy(target, device="cuda", gpus=[0]).model.arena()) == dummies[0]
+    gpus = chosen_gpus()["devices"]
+    drafter = load_drafter(
+        draft,
+        load_checkpoint(target, device="cuda", gpus=gpus, progress=False),
+        device="cuda",
+        gpus=gpus,
+        progress=False,
+    ).model
+    whole = bytes(load_checkpoint(draft, device="cpu", progress=False).model.arena())
+    assert drafter.gpus == tuple(gpus) and bytes(drafter.arena()) == whole * len(gpus)
+
+
+def test_new_weights_reach_the_chosen_gpus(target: Path, draft: Path) -> None:
+    with open_llm(target, **chosen_gpus()) as llm:
+        assert generate(llm, 1.0) == plain_tokens(target, 1.0)
+        llm.update_weights(tiny_models.load_tensors(draft))
+        assert generate(llm, 1.0) == plain_tokens(draft, 1.0) != plain_tokens(target, 1.0)
 
 
 def test_dummy_weights(target: Path, tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def test_text_is_never_markup(page: Browser) -> None:
 
 def test_the_figures_of_the_server_are_shown(page: Browser, server: RunningServer) -> None:
     page.wait_for("document.querySelectorAll('#groups tr').length > 0")
+    assert page.run("document.getElementById('ranks-part').hidden")  # there is one rank
     names = page.all("#groups tr", "e.cells[0].textContent")
     groups = server.llm.stats()["kv_groups"]
     assert names == [
@@ -247,6 +248,29 @@ def test_the_figures_of_the_server_are_shown(page: Browser, server: RunningServe
     cached = [f"{one['cached_blocks']:,}" for one in server.llm.stats()["kv_groups"]]
     shown = "[...document.querySelectorAll('#groups tr')].map((e) => e.cells[3].textContent)"
     page.wait_for(f"{shown}.join() === {','.join(cached)!r}")
+
+
+def test_the_memory_of_several_ranks_is_shown(browser: Browser) -> None:
+    demo = find_demo("draft_model")
+    with (
+        LLM(demo.target, device="cpu", tensor_parallel_size=2, max_model_len=1024) as llm,
+        RunningServer(llm) as ranked,
+    ):
+        browser.open(f"http://127.0.0.1:{ranked.port}/")
+        browser.wait_for("document.querySelectorAll('#ranks tr').length === 2")
+        assert not browser.run("document.getElementById('ranks-part').hidden")
+        report = llm.memory_report()["ranks"]
+        for column, keys in (
+            (1, ("target_weight_bytes", "draft_weight_bytes")),
+            (2, ("kv_pool_bytes",)),
+            (3, ("workspace_bytes", "graph_bytes")),
+        ):
+            shown = browser.all("#ranks tr", f"e.cells[{column}].textContent")
+            assert shown == [f"{sum(one[key] for key in keys) / 2**30:.2f}" for one in report]
+        assert browser.all("#ranks tr", "e.cells[0].textContent") == ["0", "1"]
+        browser.open("about:blank")
+    assert browser.problems == []
+    browser.urls.clear()
 
 
 def test_a_proxy_may_put_the_page_below_a_path(

@@ -19,6 +19,7 @@ from drafter_checks import PROMPTS
 from errors import refuses
 from paceline import LLM, AsyncLLM, EngineConfig, SamplingParams
 from paceline.device import chosen_gpus
+from paceline.loader import load_checkpoint
 from tiny_models import TinySpec, load_tensors, make
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "qwen3_moe", "glm4_moe_lite", "qwen3_5")
@@ -91,6 +92,26 @@ def test_async_engine_and_weight_updates() -> None:
     assert asyncio.run(first()) == expected[0][0]
 
 
+def test_drafters_change_on_every_rank() -> None:
+    target = make(TinySpec("qwen3", seed=3))
+    draft, other = (
+        make(TinySpec("llama", seed=seed, hidden_size=32, heads=2, kv_heads=1)) for seed in (4, 6)
+    )
+    config = {"model": str(draft), "num_speculative_tokens": 3}
+    itself = {"model": str(target), "num_speculative_tokens": 2}
+    with LLM(target, **ENGINE) as llm:
+        expected = generated(llm)
+    for ranks in (2, 4):
+        with LLM(target, tensor_parallel_size=ranks, **ENGINE) as llm:
+            for speculative in (config, itself, None, config):
+                llm.set_drafter(speculative, show_progress=False)
+                assert generated(llm) == expected
+            llm.update_drafter(load_tensors(other))
+            assert generated(llm) == expected
+            report = llm.memory_report()["ranks"]
+            assert len(report) == ranks and all(one["draft_weight_bytes"] > 0 for one in report)
+
+
 def num_tasks() -> int:
     """The threads of this process, those of C++ among them."""
     return len(list(Path("/proc/self/task").iterdir()))
@@ -137,6 +158,19 @@ def test_devices_are_one_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
     wrong: list[Any] = [[], [0, 0], [-1], [16], [0.5], "0,1", 1]
     for devices in wrong:
         refuses(functools.partial(EngineConfig, devices=devices), "devices")
+
+
+def test_weights_go_to_different_gpus() -> None:
+    target = make(TinySpec("llama", seed=3))
+    refuses(
+        lambda: load_checkpoint(target, device="cuda", gpus=[1, 1], progress=False),
+        "gpus has 1 twice",
+    )
+    refuses(
+        lambda: load_checkpoint(target, device="cpu", gpus=[0], progress=False),
+        "gpus is given and device is 'cpu'",
+    )
+    assert load_checkpoint(target, progress=False).model.gpus == ()
 
 
 def test_command_line() -> None:

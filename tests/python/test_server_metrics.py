@@ -100,6 +100,23 @@ def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
     for i, group in enumerate(groups):
         labels = f"group={i},kind={group['kind']},owner={group['owner']},window={group['window']}"
         assert after[f"paceline_kv_group_max_blocks{{{labels}}}"] == group["max_blocks"]
+    (rank,) = server.llm.memory_report()["ranks"]
+    for what, size in rank.items():
+        if what != "gpu":
+            assert after[f"paceline_rank_{what}{{gpu=,rank=0}}"] == size
+
+
+def test_memory_is_that_of_each_rank(target_dir: Path) -> None:
+    with LLM(target_dir, device="cpu", tensor_parallel_size=2, max_model_len=128) as ranked:
+        report = ranked.memory_report()["ranks"]
+        assert ranked.stats()["ranks"] == report and len(report) == 2
+        with RunningServer(ranked) as running:
+            found = figures(running)
+            assert running.result("/v1/stats")["ranks"] == report
+    for i, rank in enumerate(report):
+        assert rank.pop("gpu") is None and rank["kv_pool_bytes"] > 0
+        for what, size in rank.items():
+            assert found[f"paceline_rank_{what}{{gpu=,rank={i}}}"] == size
 
 
 def test_acceptance_of_requests_is_counted_by_drafter(server: RunningServer) -> None:

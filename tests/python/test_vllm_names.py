@@ -15,7 +15,6 @@ from errors import raises
 from paceline import LLM, AsyncLLM, ModelNotFoundError, SamplingParams
 from paceline.demo import demo_paths
 from paceline.metrics import Counter, Gauge, Metric, Vector
-from paceline.reports import kv_groups
 from paceline.server.metrics import RequestFigures, exposition
 from paceline.vllm_names import ATTRIBUTES, MODULE_NAMES
 
@@ -131,7 +130,7 @@ def test_get_metrics(demo: LLM) -> None:
     text = exposition(
         "m",
         [(None, demo._executor.stats())],
-        kv_groups(demo.memory_report()),
+        demo.memory_report(),
         RequestFigures(),
         replicas=None,
         num_open=0,

@@ -259,9 +259,9 @@ class PACELINE_API Executor {
   // constructor. If it throws, the drafter so far goes on: InvalidArgument as the constructor does,
   // for a request that runs or waits and would not fit the pool, for an acceptance method other
   // than kCoupled, with which tokens depend on drafts, before or after, and while another call
-  // changes the drafter; Unsupported for a drafter of the caller before or after, and with several
-  // ranks; OutOfMemory and DeviceError. Returns for how many microseconds the engine rested between
-  // the two iterations.
+  // changes the drafter; Unsupported for a drafter of the caller before or after; OutOfMemory and
+  // DeviceError. Returns for how many microseconds the engine rested between two iterations: with
+  // several ranks on GPUs also while the new drafter is made ready.
   double set_drafter(std::shared_ptr<const Model> draft, const SpeculativeOptions& speculative,
                      const Progress& progress = {});
 

@@ -25,6 +25,13 @@ namespace paceline {
 class Model;
 
 struct ModelUpdate;
+struct RankMemory;
+
+// What each of several GPUs gets of a model.
+enum class GpuShare : uint8_t {
+  kPart,  // what its rank computes (docs/tensor-parallel.md): of a target
+  kCopy,  // all: of a drafter
+};
 
 // Collects the weights of a model by canonical name. Each value is converted and copied once.
 // Not thread-safe.
@@ -38,6 +45,15 @@ class PACELINE_API ModelBuilder {
   // Throws InvalidArgument naming the key of the description, Unsupported without that device,
   // OutOfMemory naming the size in MiB, and DeviceError when no thread can be started.
   ModelBuilder(std::string_view config_json, DType weight_dtype, Device device = Device::kCpu);
+  // The same for engines whose ranks have a GPU each (tensor_parallel_size). Every GPU gets its
+  // share of each tensor that is put, all of them at the same time. So host memory holds no more
+  // than one tensor that is put from memory, and 64 MiB of pinned memory for each GPU.
+  // gpus: different GPUs, from 0, of those that the process sees; 1 to 8. With one, engines run
+  // there.
+  // Throws also InvalidArgument for other numbers, and Unsupported where ranks cannot share the
+  // model, where GPUs are not of one kind and where they cannot access the memory of each other.
+  ModelBuilder(std::string_view config_json, DType weight_dtype, std::span<const int32_t> gpus,
+               GpuShare share);
   ~ModelBuilder();
   ModelBuilder(ModelBuilder&&) noexcept;
   ModelBuilder& operator=(ModelBuilder&&) noexcept;
@@ -54,8 +70,9 @@ class PACELINE_API ModelBuilder {
            std::span<const int64_t> strides, const void* data, Device source = Device::kCpu);
 
   // The same for a row-major tensor that is read in pieces, for example from a file. `read` fills
-  // `to` with the tensor's bytes from byte `first` on. Several threads call it at once. When it
-  // throws, put rethrows the exception, and the tensor may be put again.
+  // `to` with the tensor's bytes from byte `first` on. Several threads call it at once. Of a matrix
+  // that ranks share, each reads only the bytes of its rows. When `read` throws, put rethrows the
+  // exception, and the tensor may be put again.
   using ReadBytes = std::function<void(int64_t first, std::span<std::byte> to)>;
   void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
            const ReadBytes& read);
@@ -74,18 +91,15 @@ class PACELINE_API ModelBuilder {
 
  private:
   friend void update_models(std::span<const ModelUpdate> updates);
+  friend ModelBuilder builder_over(std::string_view config_json, DType weight_dtype, Device device,
+                                   std::span<const RankMemory> memories, GpuShare share);
   struct Impl;
+  explicit ModelBuilder(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 
-// What each of several GPUs gets of a model.
-enum class GpuShare : uint8_t {
-  kPart,  // what its rank computes (docs/tensor-parallel.md): of a target
-  kCopy,  // all: of a drafter
-};
-
-// Copies a model from the CPU to GPUs, for engines with as many ranks (tensor_parallel_size). One
-// GPU may be given, too: then engines of the model run there.
+// Copies a model that is loaded to the CPU already to GPUs, for engines with as many ranks. A
+// ModelBuilder for these GPUs needs less host memory. One GPU may be given, too.
 // gpus: different GPUs, from 0, of those that the process sees; 1 to 8.
 // Throws InvalidArgument for other numbers and for a model that is not on the CPU, Unsupported
 // where ranks cannot share the model, where GPUs are not of one kind and where they cannot access
@@ -140,5 +154,9 @@ struct ModelFolder {
 // ModelFileError naming file and key, and the exceptions of ModelBuilder.
 [[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory,
                                                          Device device = Device::kCpu);
+// The same onto several GPUs: to each its part of the target, and the whole drafter. Each reads
+// only the bytes that it gets.
+[[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory,
+                                                         std::span<const int32_t> gpus);
 
 }  // namespace paceline

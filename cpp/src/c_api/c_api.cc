@@ -127,12 +127,12 @@ Device read_device(const char* name) {
   return named<Device>("device", name, kNames);
 }
 
-// Copies the models to the first GPUs, one for each rank.
-void split_folder(ModelFolder& folder, int32_t num_ranks) {
+// Loads a folder to a device; with several ranks on GPUs, to the first ones.
+ModelFolder load_folder(const char* folder, Device device, int32_t num_ranks) {
+  if (device != Device::kCuda || num_ranks <= 1) return load_model_folder(folder, device);
   std::vector<int32_t> gpus(static_cast<size_t>(num_ranks));
   std::iota(gpus.begin(), gpus.end(), 0);
-  folder.target = split_model(folder.target, gpus, GpuShare::kPart);
-  if (folder.draft != nullptr) folder.draft = split_model(folder.draft, gpus, GpuShare::kCopy);
+  return load_model_folder(folder, gpus);
 }
 
 paceline_options default_options() {
@@ -348,12 +348,9 @@ paceline_status paceline_open(const char* folder, const paceline_options* option
     if (options != nullptr) given = read_struct("paceline_options", *options, given);
     const ExecutorOptions executor = executor_options(given);
     const Device device = read_device(given.device);
-    const int32_t num_ranks = executor.tensor_parallel_size;
-    const bool is_split = device == Device::kCuda && num_ranks > 1;
-    ModelFolder loaded = load_model_folder(folder, is_split ? Device::kCpu : device);
+    ModelFolder loaded = load_folder(folder, device, executor.tensor_parallel_size);
     const bool looks_up = given.prompt_lookup_min != 0 || given.prompt_lookup_max != 0;
     if (given.plain_decoding != 0 || looks_up) loaded.draft = nullptr;
-    if (is_split) split_folder(loaded, num_ranks);
     *engine = new paceline_engine(std::move(loaded), executor);
     return PACELINE_OK;
   });

@@ -104,6 +104,9 @@ class Engine {
   [[nodiscard]] int64_t while_idle(const std::function<void()>& body);
   void update_drafter(const std::function<void()>& body);
 
+  // Runs `body` between two iterations, while the device rests.
+  void rest_while(const std::function<void()>& body);
+
   // Goes on with other parts after the iterations in flight, and gives back those so far. All that
   // runs is computed again from its known tokens, as after a preemption; what waits keeps waiting.
   // The options may differ only in what follows from the drafter. `on_replaced` is called before

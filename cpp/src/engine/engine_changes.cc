@@ -43,6 +43,11 @@ void Engine::update_drafter(const std::function<void()>& body) {
   });
 }
 
+void Engine::rest_while(const std::function<void()>& body) {
+  std::unique_lock lock(mutex_);
+  run_held(lock, /*is_between=*/true, body);
+}
+
 double Engine::replace(EngineParts& parts, const std::function<void()>& on_replaced) {
   // What takes memory or time is made before the engine's thread rests.
   const EngineOptions& next = parts.options;

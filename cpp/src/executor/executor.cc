@@ -9,6 +9,7 @@
 
 #include "base/boundary.h"
 #include "base/check.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "engine/engine.h"
 #include "executor/default_options.h"
@@ -86,13 +87,13 @@ struct Drafting {
   // Makes the runner, and notes what it takes.
   [[nodiscard]] std::unique_ptr<Runner> start(const RankModels& targets,
                                               const Executor::Progress& progress,
-                                              std::shared_ptr<const DeviceBuffer> pool) {
+                                              const Runner::KvPools& pools) {
     std::unique_ptr<Runner> runner =
-        make_runner(targets, drafts, layout, sizes.options, progress, std::move(pool));
+        make_runner(targets, drafts, layout, sizes.options, progress, pools);
     workspace = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
     rank_bytes = runner->rank_bytes();
-    kv_pool = runner->shared_kv_pool();
+    kv_pools = runner->shared_kv_pools();
     return runner;
   }
 
@@ -104,7 +105,7 @@ struct Drafting {
   std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;
   std::vector<Runner::RankBytes> rank_bytes;
-  std::shared_ptr<const DeviceBuffer> kv_pool;  // null: it cannot be handed on
+  Runner::KvPools kv_pools;  // by rank; empty: they cannot be handed on
 };
 
 Executor::Progress reported(const Executor::Progress& progress) {
@@ -128,10 +129,6 @@ void check_is_coupled(const ExecutorOptions& o, const char* which) {
 }
 
 void check_switch(const ExecutorOptions& former, const ExecutorOptions& next) {
-  if (former.tensor_parallel_size > 1) {
-    throw Unsupported(concat("tensor_parallel_size is ", former.tensor_parallel_size,
-                             ", with which the drafter cannot change yet; allowed: 1"));
-  }
   check_is_coupled(former, "present");
   check_is_coupled(next, "new");
   if (former.speculative.drafter != nullptr || next.speculative.drafter != nullptr) {
@@ -162,7 +159,7 @@ struct Executor::Impl {
     const ExecutorOptions& options = sizes.options;
     targets = rank_targets(target, options);
     drafting = std::make_shared<Drafting>(target, std::move(draft_model), sizes, targets);
-    std::unique_ptr<Runner> runner = drafting->start(targets, progress, nullptr);
+    std::unique_ptr<Runner> runner = drafting->start(targets, progress, {});
     engine.emplace(engine_options(options, *target, drafting->draft.get()), drafting->layout,
                    std::move(runner));
     if (options.gpu_memory_utilization > 0) {
@@ -213,7 +210,7 @@ double Executor::Impl::set_drafter(std::shared_ptr<const Model> draft,
   // The pool and the lengths of requests stay.
   options.max_model_len = former->sizes.options.max_model_len;
   options.kv_cache_bytes =
-      former->kv_pool != nullptr ? former->kv_pool->bytes() : former->layout.pool_bytes;
+      former->kv_pools.empty() ? former->layout.pool_bytes : former->kv_pools.front()->bytes();
   options.gpu_memory_utilization = 0;
   check_switch(former->sizes.options, options);
   check_options(with_defaults(options, *target, draft.get()), *target, draft.get());
@@ -222,9 +219,19 @@ double Executor::Impl::set_drafter(std::shared_ptr<const Model> draft,
   const auto next = std::make_shared<Drafting>(target, std::move(draft), sizes, targets);
   if (target->device == Device::kCuda) check_padding(former->layout, next->layout);
   EngineParts parts = {.options = engine_options(sizes.options, *target, next->draft.get()),
-                       .layout = &next->layout,
-                       .runner = next->start(targets, progress, former->kv_pool)};
-  const double rest_us = [&] {
+                       .layout = &next->layout};
+  const auto start = [&] { parts.runner = next->start(targets, progress, former->kv_pools); };
+  double rest_us = 0;
+  if (target->device == Device::kCuda && targets.size() > 1) {
+    // A runner of several GPUs warms up with exchanges. Beside iterations of another runner, each
+    // could wait for blocks that the kernels of the other keep from starting.
+    const int64_t begin = now_us();
+    engine->rest_while(start);
+    rest_us = static_cast<double>(now_us() - begin);
+  } else {
+    start();
+  }
+  rest_us += [&] {
     const std::scoped_lock lock(mutex);
     return engine->replace(parts, [&] { drafting = next; });
   }();

@@ -253,13 +253,15 @@ namespace {
 std::unique_ptr<Runner> make_gpu_runner(const RankModels& targets, const RankModels& drafts,
                                         const KvLayout& layout, const ExecutorOptions& o,
                                         const RunnerOptions& runner,
-                                        const Executor::Progress& progress) {
+                                        const Executor::Progress& progress,
+                                        const Runner::KvPools& kv_pools) {
   const bool shares_gpu = targets.size() > 1 && targets.front()->gpu == targets.back()->gpu;
   const auto make_rank = [&](const RankHandle& ranks) {
     const auto rank = static_cast<size_t>(ranks.rank);
     CudaRunnerOptions options = {
         .runner = runner, .poison_pool = o.poison_freed_blocks, .shares_gpu = shares_gpu};
     options.runner.ranks = ranks;
+    if (!kv_pools.empty()) options.runner.kv_pool = kv_pools[rank];
     // One rank reports for all.
     if (rank == 0) options.on_capture = progress;
     return std::make_unique<CudaRunner>(targets[rank], drafts[rank], layout, options);
@@ -278,10 +280,9 @@ std::unique_ptr<Runner> make_gpu_runner(const RankModels& targets, const RankMod
 std::unique_ptr<Runner> make_runner(const RankModels& targets, const RankModels& drafts,
                                     const KvLayout& layout, const ExecutorOptions& o,
                                     [[maybe_unused]] const Executor::Progress& progress,
-                                    std::shared_ptr<const DeviceBuffer> kv_pool) {
+                                    const Runner::KvPools& kv_pools) {
   const std::shared_ptr<const Model>& target = targets.front();
-  RunnerOptions runner = runner_options(o, *target, drafts.front().get());
-  runner.kv_pool = std::move(kv_pool);
+  const RunnerOptions runner = runner_options(o, *target, drafts.front().get());
   if (o.use_null_device) {
     const InputCapacity capacity =
         input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);
@@ -289,7 +290,7 @@ std::unique_ptr<Runner> make_runner(const RankModels& targets, const RankModels&
   }
 #ifdef PACELINE_CUDA
   if (target->device == Device::kCuda) {
-    return make_gpu_runner(targets, drafts, layout, o, runner, progress);
+    return make_gpu_runner(targets, drafts, layout, o, runner, progress, kv_pools);
   }
 #endif
   const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
@@ -301,6 +302,7 @@ std::unique_ptr<Runner> make_runner(const RankModels& targets, const RankModels&
     const RankShare share = {.rank = ranks.rank, .num_ranks = num_ranks};
     options.num_threads = std::max(share.of(num_threads).count, 1);
     const auto rank = static_cast<size_t>(ranks.rank);
+    if (!kv_pools.empty()) options.runner.kv_pool = kv_pools[rank];
     return std::make_unique<CpuRunner>(targets[rank], drafts[rank], layout, options);
   };
   if (num_ranks == 1) return make_rank({});

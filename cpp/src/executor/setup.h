@@ -37,11 +37,11 @@ using RankModels = std::vector<std::shared_ptr<const Model>>;
                                      const ExecutorOptions& options);
 
 // Makes the runner of the models' device, or the null runner. `layout` is that of each rank, and
-// must outlive the runner. kv_pool: see RunnerOptions; only for one rank.
+// must outlive the runner. kv_pools: of another runner, or empty; see RunnerOptions::kv_pool.
 [[nodiscard]] std::unique_ptr<Runner> make_runner(const RankModels& targets,
                                                   const RankModels& drafts, const KvLayout& layout,
                                                   const ExecutorOptions& options,
                                                   const Executor::Progress& progress,
-                                                  std::shared_ptr<const DeviceBuffer> kv_pool);
+                                                  const Runner::KvPools& kv_pools);
 
 }  // namespace paceline

@@ -67,9 +67,7 @@ class CudaRunner final : public Runner {
     return runner_->experts(iteration);
   }
   void poison(GroupId group, BlockId block) override;
-  [[nodiscard]] std::shared_ptr<const DeviceBuffer> shared_kv_pool() const override {
-    return runner_->shared_kv_pool();
-  }
+  [[nodiscard]] KvPools shared_kv_pools() const override { return {runner_->shared_kv_pool()}; }
   [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override {
     return arena_.bytes_by_purpose();
   }

@@ -253,6 +253,12 @@ std::vector<Runner::RankBytes> RankedRunner::rank_bytes() const {
   return all;
 }
 
+Runner::KvPools RankedRunner::shared_kv_pools() const {
+  KvPools all;
+  for (const auto& runner : runners_) all.push_back(runner->shared_kv_pools().front());
+  return all;
+}
+
 int64_t RankedRunner::graph_bytes() const {
   int64_t bytes = 0;
   for (const auto& runner : runners_) bytes += runner->graph_bytes();

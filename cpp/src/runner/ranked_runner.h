@@ -60,6 +60,7 @@ class RankedRunner final : public Runner {
   [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override;
   [[nodiscard]] int64_t graph_bytes() const override;
   [[nodiscard]] std::vector<RankBytes> rank_bytes() const override;
+  [[nodiscard]] KvPools shared_kv_pools() const override;
 
  private:
   // Launches the iterations of a rank, in order, on a thread.

@@ -100,11 +100,10 @@ class Runner {
   // Overwrites a block with NaN; for tests.
   virtual void poison(GroupId group, BlockId block) = 0;
 
-  // The memory of the KV pool, for a runner that takes this one's place; null: it cannot be handed
-  // on.
-  [[nodiscard]] virtual std::shared_ptr<const DeviceBuffer> shared_kv_pool() const {
-    return nullptr;
-  }
+  // The memory of the KV pool of each rank, for a runner that takes this one's place; empty: it
+  // cannot be handed on.
+  using KvPools = std::vector<std::shared_ptr<const DeviceBuffer>>;
+  [[nodiscard]] virtual KvPools shared_kv_pools() const { return {}; }
 
   // Bytes of buffers other than weights and the KV pool, by purpose, and bytes of captured graphs.
   [[nodiscard]] virtual std::map<std::string, int64_t, std::less<>> workspace_bytes() const = 0;

@@ -24,6 +24,7 @@ class Matrix:
             it chooses.
         is_for_logits: Whether only rows whose logits are needed are multiplied with it.
         num_experts: Experts of a mixture layer; 0 outside of a mixture.
+        is_shared: Whether ranks share its rows, and each does not have all of it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Matrix:
     parameters: int
     is_for_logits: bool = False
     num_experts: int = 0
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def matrix_costs(config: Mapping[str, Any], weight_dtype: str, device: str = "cp
                 * entry["cols"],
                 is_for_logits=entry["is_for_logits"],
                 num_experts=entry["num_experts"],
+                is_shared=entry["shard_axis"] == "rows",
             )
             for entry in _core.linear_costs(json.dumps(config), weight_dtype, device)
         )

@@ -12,7 +12,8 @@ large matrix product.
 
 The additive floor is the same for operations that cannot overlap: the product of each matrix and
 the attention of each layer takes the longer of its reads and its arithmetic, and the times add up.
-Both floors are sums over the same list of operations.
+Both floors are sums over the same list of operations. With several GPUs these are those of one
+rank, and the least times of its exchanges add up with them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline import _core
 from paceline.bench.costs import layer_attention_flops, layer_kv_bytes
 from paceline.bench.models import BenchModel
+from paceline.bench.rank_costs import exchange_seconds, rank_part
 
 if TYPE_CHECKING:
     from paceline.bench.measurement import Measurement
@@ -115,6 +117,8 @@ def with_floor(
     target: BenchModel,
     draft: BenchModel | None,
     speed: Speed,
+    *,
+    num_gpus: int = 1,
 ) -> Measurement:
     """Adds the least time that an iteration can take, and the least time for the prompts.
 
@@ -122,14 +126,20 @@ def with_floor(
         row: The measurement.
         target: Its target.
         draft: Its drafter, or None.
-        speed: How fast the device is.
+        speed: How fast the device is; of one of several GPUs.
+        num_gpus: GPUs that share the target as ranks.
 
     Returns:
         The measurement with `floor_ms`, `floor_share`, `additive_floor_ms`, `additive_floor_share`
         and `prompt_floor_ms`.
     """
-    whole, additive = _floors(target, _passes(target, draft, row), speed)
-    prompts, _ = _floors(target, _prompt_passes(target, draft, row), speed)
+    target = rank_part(target, num_gpus, is_drafter=False)
+    draft = None if draft is None else rank_part(draft, num_gpus, is_drafter=True)
+    passes, prompt_passes = _passes(target, draft, row), _prompt_passes(target, draft, row)
+    # Nothing of a pass goes on while it waits for the other ranks.
+    waits, prompt_waits = (_exchanges(target, draft, ops) for ops in (passes, prompt_passes))
+    whole, additive = (seconds + waits for seconds in _floors(target, passes, speed))
+    prompts = _floors(target, prompt_passes, speed)[0] + prompt_waits
     return replace(
         row,
         floor_ms=whole * 1e3,
@@ -142,6 +152,15 @@ def with_floor(
 
 def _share(seconds: float, row: Measurement) -> float | None:
     return seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
+
+
+def _exchanges(
+    target: BenchModel, draft: BenchModel | None, passes: Sequence[Sequence[Operation]]
+) -> float:
+    """The least seconds of the exchanges of passes, of which the first is the target's."""
+    of_draft = 0.0 if draft is None else exchange_seconds(draft)
+    of_logits = sum(any(op.name == "lm_head" for op in ops) for ops in passes[1:])
+    return exchange_seconds(target) + of_logits * of_draft
 
 
 def _floors(

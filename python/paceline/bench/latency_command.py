@@ -36,7 +36,7 @@ from paceline.bench.latency_report import (
 )
 from paceline.bench.lengths import at_lengths
 from paceline.bench.measurement import Measurement
-from paceline.bench.models import BenchModel, load, load_draft, on_gpus
+from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.plot import draw_report
 from paceline.bench.report import GrowingTable, Output, columns, legends, write_json
 from paceline.bench.workload import Workload
@@ -136,6 +136,11 @@ class _Bench:
         shown = columns(*self.setup.parts)
         self.table = GrowingTable(shown, max(map(len, [*names, shown[0].name])))
 
+    @property
+    def _num_gpus(self) -> int:
+        """GPUs that share the target. Ranks on the CPU share the machine, so the floor is its own."""
+        return self.args.tensor_parallel_size if self.setup.device == "cuda" else 1
+
     def measure(self, cell: _Cell) -> None:
         """Measures a cell, then prints and writes what there is by then.
 
@@ -171,7 +176,9 @@ class _Bench:
         self.speed.forget()
         if not self.args.host_only:  # without ops there is no limit to compare with
             results = [
-                with_floor(result, self.setup.target, cell.drafter, self.speed)
+                with_floor(
+                    result, self.setup.target, cell.drafter, self.speed, num_gpus=self._num_gpus
+                )
                 for result in results
             ]
         if self.startup is None:
@@ -271,7 +278,6 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
     config, chosen = speculations(args)
     device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
     gpus = chosen_gpus(device, args.tensor_parallel_size, None)
-    placed = "cpu" if gpus else device
     if args.trace is not None and not can_trace(device):
         raise NotImplementedError(
             f"--trace times kernels, but the device is {device!r}; "
@@ -279,8 +285,9 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
         )
     begin = time.monotonic()
     target = load(
-        source, dummy=is_dummy, dtype=args.dtype, device=placed, show_progress=not args.quiet,
-        revision=args.revision, cache_dir=args.cache_dir, num_layers=args.num_layers,
+        source, dummy=is_dummy, dtype=args.dtype, device=device, gpus=gpus,
+        show_progress=not args.quiet, revision=args.revision, cache_dir=args.cache_dir,
+        num_layers=args.num_layers,
     )  # fmt: skip
     draft = None
     if config is not None and config.has_model:
@@ -291,11 +298,10 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
             draft_source, revision, kept = source, args.revision, args.num_layers
         draft = load_draft(
             draft_source, target, method=config.method, draft_feedback=config.draft_feedback,
-            dummy=is_draft_dummy, dtype=args.dtype, device=placed, show_progress=not args.quiet,
-            revision=revision, cache_dir=args.cache_dir, num_layers=kept,
+            dummy=is_draft_dummy, dtype=args.dtype, device=device, gpus=gpus,
+            show_progress=not args.quiet, revision=revision, cache_dir=args.cache_dir,
+            num_layers=kept,
         )  # fmt: skip
-    if gpus:
-        target, draft = on_gpus(target, draft, gpus)
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)
 

@@ -83,6 +83,7 @@ class Loading(TypedDict, total=False):
     Attributes:
         dtype: "auto", "float32" or "bfloat16"; a draft head takes the target's.
         device: Device of the weights: "cpu" or "cuda".
+        gpus: The GPU of each rank, as for `paceline.loader.load_checkpoint`.
         show_progress: Say that dummy weights are made; show a bar while weights are read, if
             standard error is a terminal.
         revision: As for `LLM`.
@@ -93,6 +94,7 @@ class Loading(TypedDict, total=False):
 
     dtype: str
     device: str
+    gpus: Sequence[int]
     show_progress: bool
     revision: str | None
     cache_dir: str | os.PathLike[str] | None
@@ -159,17 +161,17 @@ def load_draft(
         paceline.ModelFileError: A file is damaged or incomplete.
         Exception: As for `load`.
     """
-    from paceline.loader import dummy_drafter, load_drafter, load_dummy_drafter
+    from paceline.loader import dummy_drafter, dummy_model, load_drafter, load_dummy_drafter
 
     found = _find(source, dummy, how)
     placed = _placed(how)
     kind: dict[str, Any] = {"method": method, "draft_feedback": draft_feedback}
     if not isinstance(found, Path):
-        device = placed["device"]
-        drafter = dummy_drafter(found, target.loaded, source, device=device, **kind)
+        dtype = placed.pop("dtype")
+        drafter = dummy_drafter(found, target.loaded, source, **kind, **placed)
         if drafter is None:  # a model of its own
-            how["num_layers"] = None
-            return load(source, dummy=dummy, **how)
+            found = named_config(source)
+            drafter = dummy_model(found, source, dtype=dtype, is_drafter=True, **placed)
         loaded = drafter
     elif dummy:
         loaded = load_dummy_drafter(found, target.loaded, **kind, **placed)
@@ -177,23 +179,6 @@ def load_draft(
         progress = how.get("show_progress", True)
         loaded = load_drafter(found, target.loaded, progress=progress, **kind, **placed)
     return _bench_model(source, loaded)
-
-
-def on_gpus(
-    target: BenchModel, draft: BenchModel | None, gpus: Sequence[int]
-) -> tuple[BenchModel, BenchModel | None]:
-    """Copies models from the CPU to GPUs, each of which is a rank.
-
-    Raises:
-        Exception: As for `paceline.loader.split_pair`.
-    """
-    from paceline.loader import split_pair
-
-    loaded, drafter = split_pair(target.loaded, None if draft is None else draft.loaded, gpus)
-    split = BenchModel(target.name, loaded)
-    if draft is None or drafter is None:
-        return split, None
-    return split, BenchModel(draft.name, drafter)
 
 
 def first_layers(config: Mapping[str, Any], num_layers: int | None, source: str) -> dict[str, Any]:
@@ -238,7 +223,11 @@ def first_layers(config: Mapping[str, Any], num_layers: int | None, source: str)
 
 
 def _placed(how: Loading) -> dict[str, Any]:
-    return {"dtype": how.get("dtype", "auto"), "device": how.get("device", "cpu")}
+    return {
+        "dtype": how.get("dtype", "auto"),
+        "device": how.get("device", "cpu"),
+        "gpus": how.get("gpus", ()),
+    }
 
 
 def _find(source: str, dummy: bool, how: Loading) -> Path | dict[str, Any]:

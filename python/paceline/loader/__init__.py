@@ -12,7 +12,6 @@ from .drafters import Target
 from .dummy import dummy_drafter, dummy_model, load_dummy, load_dummy_drafter
 from .families import ARCHITECTURES, check_dtype, decoder_config
 from .folder import CheckpointFolder
-from .gpus import split_pair
 from .load import load_checkpoint, load_drafter, load_pair
 from .loaded_model import LoadedModel, check_compatible
 from .state_dict import StateDict, memory_config, memory_tokenizer
@@ -44,5 +43,4 @@ __all__ = [
     "memory_tokenizer",
     "open_checkpoint",
     "open_drafter",
-    "split_pair",
 ]

@@ -7,14 +7,12 @@ library which tensor is which. Neither needs torch or the safetensors package.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from paceline import _core
 from paceline.limits import MAX_STOP_TOKEN_IDS
 from paceline.progress import progress_bar
 
@@ -24,6 +22,7 @@ from .families import ARCHITECTURES, check_dtype, translate
 from .family import Family
 from .folder import CheckpointFolder, Source, as_folder
 from .formats import PLAIN_DTYPES
+from .gpus import new_builder
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .messages import model_name, quote, show
@@ -34,6 +33,8 @@ from .state_dict import StateDict
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from paceline import _core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,20 +230,30 @@ def _check_end_ids(hf: HfConfig, num_ids: int) -> None:
         )
 
 
-def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = True) -> _core.Model:
+def load_weights(
+    opened: OpenedModel,
+    *,
+    device: str = "cpu",
+    gpus: Sequence[int] = (),
+    is_drafter: bool = False,
+    progress: bool = True,
+) -> _core.Model:
     """Fills a model with its tensors, each copied and converted once.
 
     Args:
         opened: What `open_checkpoint` or `open_drafter` returned.
         device: The device of the weights: "cpu" or "cuda".
+        gpus: As for `new_builder`.
+        is_drafter: As for `new_builder`.
         progress: Show a progress bar where standard error is a terminal.
 
     Raises:
         ModelFileError: The library refuses a tensor, or a file changed since it was opened.
-        NotImplementedError: There is no such device.
-        MemoryError: There is not enough memory for the weights.
+        Exception: As for `new_builder`.
     """
-    builder = _core.ModelBuilder(json.dumps(opened.config), opened.weight_dtype, device)
+    builder = new_builder(
+        opened.config, opened.weight_dtype, device=device, gpus=gpus, is_drafter=is_drafter
+    )
     what = f"Loading {model_name(opened.path)}"
     with progress_bar(opened.nbytes, what, "B", is_shown=progress, is_scaled=True) as bar:
         for tensor in opened.tensors:

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from paceline import _core
 
 from .block_kinds import own_block_kind
 from .checkpoint import OpenedModel, from_config, parse_target_config, read_hf_config
@@ -16,6 +13,7 @@ from .converted_model import describe_converted
 from .drafter_checkpoint import DRAFT_MODEL, dummy_head
 from .families import check_dtype, translate
 from .folder import CheckpointFolder, Source, as_folder
+from .gpus import new_builder
 from .hf_config import HfConfig
 from .kinds import kind_of_config
 from .loaded_model import LoadedModel
@@ -24,7 +22,12 @@ from .tokenizer import TokenizerInfo
 
 
 def load_dummy(
-    source: Source, *, dtype: str = "auto", device: str = "cpu", seed: int = 0
+    source: Source,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    gpus: Sequence[int] = (),
+    seed: int = 0,
 ) -> LoadedModel:
     """Makes a model with dummy weights, for benches and tests. Its output is meaningless.
 
@@ -37,6 +40,7 @@ def load_dummy(
         dtype: The dtype of matrices: "float32", "bfloat16", or "auto": the one that the
             configuration names, and bfloat16 if it names neither.
         device: The device of the weights: "cpu" or "cuda".
+        gpus: As for `load_checkpoint`.
         seed: The seed of the weights.
 
     Returns:
@@ -54,7 +58,7 @@ def load_dummy(
         opened = describe_converted(folder, dtype)
     else:
         opened = _described(read_hf_config(folder), folder.path, dtype)
-    return _make_up(opened, folder.tokenizer, device, seed)
+    return _make_up(opened, folder.tokenizer, device, gpus, seed, is_drafter=False)
 
 
 def dummy_model(
@@ -63,6 +67,8 @@ def dummy_model(
     *,
     dtype: str = "auto",
     device: str = "cpu",
+    gpus: Sequence[int] = (),
+    is_drafter: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
     """Makes a model with dummy weights from a configuration object; see `load_dummy`.
@@ -72,6 +78,8 @@ def dummy_model(
         name: Its name in messages; also the model's `path`.
         dtype: As for `load_dummy`.
         device: As for `load_dummy`.
+        gpus: As for `load_dummy`.
+        is_drafter: It is a draft model.
         seed: As for `load_dummy`.
 
     Returns:
@@ -84,7 +92,8 @@ def dummy_model(
         MemoryError: There is not enough memory for the weights.
     """
     hf = parse_target_config(Section(hf_config, name))
-    return _make_up(_described(hf, Path(name), dtype), None, device, seed)
+    opened = _described(hf, Path(name), dtype, is_drafter=is_drafter)
+    return _make_up(opened, None, device, gpus, seed, is_drafter=is_drafter)
 
 
 def dummy_drafter(
@@ -95,6 +104,7 @@ def dummy_drafter(
     method: str | None = None,
     draft_feedback: str | None = None,
     device: str = "cpu",
+    gpus: Sequence[int] = (),
     seed: int = 0,
 ) -> LoadedModel | None:
     """Makes a draft head with dummy weights.
@@ -107,6 +117,7 @@ def dummy_drafter(
             names.
         draft_feedback: As for `load_pair`.
         device: As for `load_dummy`.
+        gpus: As for `load_dummy`.
         seed: As for `load_dummy`.
 
     Returns:
@@ -123,7 +134,7 @@ def dummy_drafter(
     if kind is None or kind == DRAFT_MODEL:
         return None
     opened = dummy_head(top, target.as_target(), method).with_feedback(draft_feedback)
-    return _make_up(opened, None, device, seed)
+    return _make_up(opened, None, device, gpus, seed, is_drafter=True)
 
 
 def load_dummy_drafter(
@@ -134,6 +145,7 @@ def load_dummy_drafter(
     draft_feedback: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
+    gpus: Sequence[int] = (),
     seed: int = 0,
 ) -> LoadedModel:
     """Makes a drafter of any kind with dummy weights; see `load_dummy`.
@@ -146,6 +158,7 @@ def load_dummy_drafter(
         draft_feedback: As for `load_pair`.
         dtype: For a draft model, as for `load_dummy`; a draft head takes the target's.
         device: As for `load_dummy`.
+        gpus: As for `load_dummy`.
         seed: As for `load_dummy`.
 
     Returns:
@@ -161,7 +174,8 @@ def load_dummy_drafter(
     folder = as_folder(source)
     if isinstance(folder, CheckpointFolder) and folder.is_converted:
         part = describe_converted(folder, dtype, is_drafter=True, method=method)
-        return _make_up(part.with_feedback(draft_feedback), folder.tokenizer, device, seed)
+        part = part.with_feedback(draft_feedback)
+        return _make_up(part, folder.tokenizer, device, gpus, seed, is_drafter=True)
     drafter = dummy_drafter(
         folder.config.values,
         target,
@@ -169,12 +183,13 @@ def load_dummy_drafter(
         method=method,
         draft_feedback=draft_feedback,
         device=device,
+        gpus=gpus,
         seed=seed,
     )
     if drafter is not None:
         return drafter
     opened = _described(read_hf_config(folder), folder.path, dtype, is_drafter=True)
-    return _make_up(opened, folder.tokenizer, device, seed)
+    return _make_up(opened, folder.tokenizer, device, gpus, seed, is_drafter=True)
 
 
 def _described(hf: HfConfig, path: Path, dtype: str, *, is_drafter: bool = False) -> OpenedModel:
@@ -185,10 +200,18 @@ def _described(hf: HfConfig, path: Path, dtype: str, *, is_drafter: bool = False
 
 
 def _make_up(
-    opened: OpenedModel, tokenizer: TokenizerInfo | None, device: str, seed: int
+    opened: OpenedModel,
+    tokenizer: TokenizerInfo | None,
+    device: str,
+    gpus: Sequence[int],
+    seed: int,
+    *,
+    is_drafter: bool,
 ) -> LoadedModel:
     """Gives a model dummy weights."""
-    builder = _core.ModelBuilder(json.dumps(opened.config), opened.weight_dtype, device)
+    builder = new_builder(
+        opened.config, opened.weight_dtype, device=device, gpus=gpus, is_drafter=is_drafter
+    )
     builder.fill_dummy(seed)
     note = "the weights are made up (load_format 'dummy'): the output is meaningless"
     opened = replace(opened, notes=(note,))

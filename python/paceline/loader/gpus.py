@@ -1,36 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies loaded models to several GPUs, of which each is a rank (docs/tensor-parallel.md)."""
+"""Where the weights of a model go: to a device, or to GPUs of which each is a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from paceline import _core
 
-from .loaded_model import LoadedModel
 
-
-def split_pair(
-    target: LoadedModel, draft: LoadedModel | None, gpus: Sequence[int]
-) -> tuple[LoadedModel, LoadedModel | None]:
-    """Copies models from the CPU to GPUs: to each its part of the target, and the whole drafter.
+def new_builder(
+    config: Mapping[str, Any],
+    weight_dtype: str,
+    *,
+    device: str,
+    gpus: Sequence[int],
+    is_drafter: bool,
+) -> _core.ModelBuilder:
+    """Allocates the weights of a model (`docs/tensor-parallel.md`).
 
     Args:
-        target: The target, loaded to "cpu".
-        draft: The drafter, or None.
-        gpus: The GPU of each rank.
+        config: The canonical description of `docs/model-format.md`.
+        weight_dtype: The dtype of matrices: "float32" or "bfloat16".
+        device: "cpu" or "cuda".
+        gpus: The GPU of each rank, which gets its part of a target, or a whole drafter; empty: the
+            weights are on `device` as a whole.
+        is_drafter: It is a drafter.
 
     Returns:
-        The models on the GPUs.
+        The builder, which every tensor is put into.
 
     Raises:
-        NotImplementedError: Ranks cannot share the target, or the GPUs do not work together.
-        MemoryError: There is not enough memory on a GPU.
+        NotImplementedError: There is no such device; or ranks cannot share the target, or the GPUs
+            do not work together.
+        ValueError: `gpus` has a number twice, or `device` is not "cuda".
+        MemoryError: There is not enough memory for the weights.
     """
-    split = replace(target, model=_core.split_model(target.model, gpus, is_drafter=False))
-    if draft is None:
-        return split, None
-    if draft is target and len(gpus) == 1:
-        return split, split
-    return split, replace(draft, model=_core.split_model(draft.model, gpus, is_drafter=True))
+    return _core.ModelBuilder(
+        json.dumps(config), weight_dtype, device, gpus=gpus, is_drafter=is_drafter
+    )

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from paceline._core import ModelFileError
 
 from .binding import value_error
@@ -22,6 +25,7 @@ def load_checkpoint(
     *,
     dtype: str = "auto",
     device: str = "cpu",
+    gpus: Sequence[int] = (),
     progress: bool = True,
 ) -> LoadedModel:
     """Loads a checkpoint in Hugging Face layout, or the target of a folder of `paceline convert`.
@@ -32,6 +36,8 @@ def load_checkpoint(
         dtype: The dtype of matrices in memory: "float32", "bfloat16", or "auto": bfloat16 when
             every matrix is stored as BF16, else float32, which holds F16 and F32 without loss.
         device: The device of the weights: "cpu" or "cuda".
+        gpus: With device "cuda", the GPU of each rank, of those that the process sees, from 0: each
+            gets its part of a target, or a whole drafter. Empty: the first one has all.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -47,7 +53,7 @@ def load_checkpoint(
     """
     folder = as_folder(source)
     opened = _open_target(folder, dtype)
-    return _load(opened, folder.tokenizer, device=device, progress=progress)
+    return _load(opened, folder.tokenizer, device=device, gpus=gpus, progress=progress)
 
 
 def load_drafter(
@@ -58,6 +64,7 @@ def load_drafter(
     draft_feedback: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
+    gpus: Sequence[int] = (),
     progress: bool = True,
 ) -> LoadedModel:
     """Loads a drafter of any kind for a target.
@@ -70,6 +77,7 @@ def load_drafter(
         draft_feedback: As for `load_pair`.
         dtype: For a draft model, as for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda"; the target's.
+        gpus: As for `load_checkpoint`; the target's.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -85,7 +93,9 @@ def load_drafter(
     """
     folder = as_folder(source)
     opened = _open_drafter(folder, target.as_target(), method, draft_feedback, dtype)
-    return _load(opened, folder.tokenizer, device=device, progress=progress)
+    return _load(
+        opened, folder.tokenizer, device=device, gpus=gpus, is_drafter=True, progress=progress
+    )
 
 
 def load_pair(
@@ -96,6 +106,7 @@ def load_pair(
     draft_feedback: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
+    gpus: Sequence[int] = (),
     load_format: str = "auto",
     progress: bool = True,
 ) -> tuple[LoadedModel, LoadedModel | None]:
@@ -111,6 +122,7 @@ def load_pair(
         draft_feedback: Of an MTP layer: "normed" or "raw"; None: as its description says.
         dtype: As for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda".
+        gpus: As for `load_checkpoint`.
         load_format: "auto", or "dummy" for dummy weights, as `load_dummy` makes them.
         progress: As for `load_checkpoint`.
 
@@ -129,7 +141,7 @@ def load_pair(
     ):
         draft_folder = folder
     if load_format == "dummy":
-        target = load_dummy(folder, dtype=dtype, device=device)
+        target = load_dummy(folder, dtype=dtype, device=device, gpus=gpus)
         if draft_folder is None:
             return target, None
         return target, load_dummy_drafter(
@@ -139,11 +151,13 @@ def load_pair(
             draft_feedback=draft_feedback,
             dtype=dtype,
             device=device,
+            gpus=gpus,
         )
     opened = _open_target(folder, dtype)
     tokenizer = folder.tokenizer
+    placed: dict[str, Any] = {"device": device, "gpus": gpus, "progress": progress}
     if draft_folder is None:
-        return _load(opened, tokenizer, device=device, progress=progress), None
+        return _load(opened, tokenizer, **placed), None
     draft = _open_drafter(draft_folder, opened.as_target(), method, draft_feedback, dtype)
     draft_tokenizer = draft_folder.tokenizer
     if tokenizer is not None and draft_tokenizer is not None:
@@ -156,8 +170,8 @@ def load_pair(
             draft.family.config["vocab_size"],
         )
     return (
-        _load(opened, tokenizer, device=device, progress=progress),
-        _load(draft, draft_tokenizer, device=device, progress=progress),
+        _load(opened, tokenizer, **placed),
+        _load(draft, draft_tokenizer, is_drafter=True, **placed),
     )
 
 
@@ -183,10 +197,14 @@ def _open_drafter(
 
 
 def _load(
-    opened: OpenedModel, tokenizer: TokenizerInfo | None, *, device: str, progress: bool
+    opened: OpenedModel,
+    tokenizer: TokenizerInfo | None,
+    *,
+    is_drafter: bool = False,
+    **placed: Any,
 ) -> LoadedModel:
     try:
-        model = load_weights(opened, device=device, progress=progress)
+        model = load_weights(opened, is_drafter=is_drafter, **placed)
     except ModelFileError:
         raise
     except ValueError as error:

@@ -24,6 +24,7 @@ from paceline.capture import STATES
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 from paceline.metrics import FIGURES, used_share
 from paceline.outputs import RequestOutput, StreamChunk
+from paceline.reports import kv_groups
 
 if TYPE_CHECKING:
     from paceline.replicas.remote import RemoteExecutor
@@ -202,7 +203,7 @@ class _Families:
 def exposition(
     model: str,
     engines: Sequence[tuple[str | None, Mapping[str, Any]]],
-    groups: Sequence[Mapping[str, Any]],
+    memory: Mapping[str, Any],
     figures: RequestFigures,
     *,
     replicas: RemoteExecutor | None,
@@ -217,7 +218,7 @@ def exposition(
         model: The name of the model.
         engines: The results of `_core.Executor.stats`, each with the name of its replica; None for
             the only engine of a server without replicas.
-        groups: What names each KV group.
+        memory: The result of `_core.Executor.memory_report`, of one replica.
         figures: Those of requests.
         replicas: The replicas; None for a server without any.
         num_open: Outputs that the server holds.
@@ -226,12 +227,14 @@ def exposition(
         capture: The result of `Capture.stats`; None without a capture.
     """
     families = _Families(model, has_vllm_names=has_vllm_names)
+    groups = kv_groups(memory)
     for replica, engine in engines:
         families.labels = {} if replica is None else {"replica": replica}
         _add_engine(families, engine, groups)
         if is_speculative:
             _add_drafts(families, engine)
     families.labels = {}
+    _add_ranks(families, memory["ranks"])
     if replicas is not None:
         _add_replicas(families, replicas)
     _add_requests(families, figures, num_open)
@@ -290,6 +293,20 @@ def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
             ({"num_drafts": str(of["num_drafts"])}, of[key] * scale) for of in engine["drafts"]
         ]
         families.add(_COUNTER, full, text, counts)
+
+
+def _add_ranks(families: _Families, ranks: Sequence[Mapping[str, Any]]) -> None:
+    for what in ("target_weight", "draft_weight", "kv_pool", "workspace", "graph"):
+        sizes = [
+            (
+                # A rank on the CPU has no GPU.
+                {"rank": str(i), "gpu": "" if rank["gpu"] is None else str(rank["gpu"])},
+                rank[f"{what}_bytes"],
+            )
+            for i, rank in enumerate(ranks)
+        ]
+        text = f"Memory of a rank ({what.replace('_', ' ')})."
+        families.add(_GAUGE, f"rank_{what}_bytes", text, sizes)
 
 
 def _add_replicas(families: _Families, replicas: RemoteExecutor) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paceline.checks import shorten
 from paceline.replicas.remote import RemoteExecutor
-from paceline.reports import kv_groups, stats_and_groups
+from paceline.reports import stats_and_memory
 from paceline.running_llm import internals
 from paceline.server.admission import Admission, BodyBytes
 from paceline.server.bodies import BODY, Body, parse_object, without_collections
@@ -225,17 +225,14 @@ class Service:
         replicas = self.replicas
         engines: list[tuple[str | None, dict[str, Any]]]
         if replicas is None:
-            stats, groups = self._dispatcher.call(stats_and_groups)
+            stats, memory = self._dispatcher.call(stats_and_memory)
             engines = [(None, stats)]
         else:
-            engines, groups = (
-                list(replicas.replica_stats().items()),
-                kv_groups(replicas.memory_report()),
-            )
+            engines, memory = list(replicas.replica_stats().items()), replicas.memory_report()
         return exposition(
             self.names[0],
             engines,
-            groups,
+            memory,
             self.figures,
             replicas=replicas,
             num_open=self.admission.num_open,

@@ -100,13 +100,18 @@ constexpr uint16_t kInt4ScaleBits = (15 - 7) << 10;
   return bytes;
 }
 
-// Elements are a function of (seed, salt, index) alone, so any split over threads gives the same.
+constexpr int64_t kDrawnTogether = 8;  // elements of 128 random bits
+
+// Draws elements [first, first + count). They are a function of (seed, salt, index) alone, so any
+// split over threads or ranks gives the same.
 template <class Value>
 void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed, uint32_t salt,
-          int64_t elements, std::byte* out) {
-  constexpr int64_t kPerBlock = 8;  // 128 random bits
-  const int64_t num_blocks = (elements + kPerBlock - 1) / kPerBlock;
-  for_rows(ctx, num_blocks, kPerBlock, [&](int64_t block) {
+          int64_t first, int64_t count, std::byte* out) {
+  constexpr int64_t kPerBlock = kDrawnTogether;
+  const int64_t first_block = first / kPerBlock;
+  const int64_t num_blocks = (first + count + kPerBlock - 1) / kPerBlock - first_block;
+  for_rows(ctx, num_blocks, kPerBlock, [&](int64_t i) {
+    const int64_t block = first_block + i;
     const NoiseKey key = {.seed = seed,
                           .stream = NoiseStream::kSynthetic,
                           .position = static_cast<uint32_t>(block >> 32),
@@ -117,9 +122,11 @@ void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t s
       values[at++] = quantiles[word & 0xffffu];
       values[at++] = quantiles[word >> 16];
     }
-    const int64_t begin = block * kPerBlock;
-    std::memcpy(out + begin * static_cast<int64_t>(sizeof(Value)), values.data(),
-                static_cast<size_t>(std::min(kPerBlock, elements - begin)) * sizeof(Value));
+    const int64_t begin = std::max(block * kPerBlock, first);
+    const int64_t end = std::min((block + 1) * kPerBlock, first + count);
+    std::memcpy(out + (begin - first) * static_cast<int64_t>(sizeof(Value)),
+                values.data() + (begin - block * kPerBlock),
+                static_cast<size_t>(end - begin) * sizeof(Value));
   });
 }
 
@@ -138,25 +145,42 @@ void fill_ids(const NamedWeight& named, std::byte* out, DeviceMemory& memory, co
   memory.upload(out, ids.data(), named.elements() * 4);
 }
 
-// Draws the elements of a weight from quantiles in its dtype.
+// Draws the elements of a weight from quantiles in its dtype; of a rank, its rows.
 template <class Value>
 void draw_weight(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed,
-                 uint32_t salt, const NamedWeight& named, const DeviceBuffer& arena) {
+                 uint32_t salt, const NamedWeight& named, const DeviceBuffer& arena,
+                 const RankRows& rows) {
   const ArenaTarget target(named, arena);
   DeviceMemory& memory = arena.memory();
   const int64_t elements = named.elements();
   if (memory.is_host_memory()) {
-    return draw(ctx, quantiles, seed, salt, elements, target.at(0));
+    return for_elements(rows, elements, [&](int64_t from, int64_t to, int64_t count) {
+      draw(ctx, quantiles, seed, salt, from, count, target.at(to));
+    });
+  }
+  bool is_aligned = true;
+  for_elements(rows, elements, [&](int64_t from, int64_t, int64_t) {
+    is_aligned = is_aligned && from % kDrawnTogether == 0;
+  });
+  if (!is_aligned) {  // rows of an odd width, as no published model has them
+    std::vector<Value> values(static_cast<size_t>(elements));
+    for_elements(rows, elements, [&](int64_t from, int64_t to, int64_t count) {
+      draw(ctx, quantiles, seed, salt, from, count,
+           reinterpret_cast<std::byte*>(values.data() + to));
+    });
+    return copy_elements(ctx, reinterpret_cast<const std::byte*>(values.data()), named, arena);
   }
   const DeviceBuffer table(memory, std::ssize(quantiles) * dtype_bytes(named.dtype), "quantiles");
   memory.upload(table.data(), quantiles.data(), table.bytes());
-  const int64_t most = target.is_packed() ? target.elements_in(memory.scratch().size()) : elements;
-  for (int64_t first = 0; first < elements; first += most) {
-    const int64_t count = std::min(most, elements - first);
-    target.write(first, count, [&](std::byte* to) {
-      memory.fill_from_quantiles(to, first, count, named.dtype, seed, salt, table.data());
-    });
-  }
+  for_elements(rows, elements, [&](int64_t from, int64_t to, int64_t all) {
+    const int64_t most = target.is_packed() ? target.elements_in(memory.scratch().size()) : all;
+    for (int64_t first = 0; first < all; first += most) {
+      const int64_t count = std::min(most, all - first);
+      target.write(to + first, count, [&](std::byte* out) {
+        memory.fill_from_quantiles(out, from + first, count, named.dtype, seed, salt, table.data());
+      });
+    }
+  });
 }
 
 // Gives all elements of a weight, which may be packed, the same value.
@@ -169,8 +193,9 @@ void fill_elements(const CpuContext& ctx, Value value, const NamedWeight& named,
 
 }  // namespace
 
-void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
-                        std::vector<NamedWeight>& named_weights, const Model& model) {
+void fill_dummy_weights(const CpuContext& ctx, uint64_t seed, const DecoderConfig& config,
+                        std::vector<NamedWeight>& named_weights, const DeviceBuffer& arena,
+                        std::span<const RankRows> rows) {
   const std::vector<float> quantiles = normal_quantiles(kDummyStd);
   std::vector<uint16_t> bf16_quantiles(quantiles.size());
   std::transform(quantiles.begin(), quantiles.end(), bf16_quantiles.begin(), float_to_bf16);
@@ -178,10 +203,10 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
   std::vector<uint8_t> fp8_bytes;
   std::vector<uint8_t> mxfp4_bytes;
   std::vector<uint8_t> int4_bytes;
-  const DeviceBuffer& arena = model.weights.arena;
+  const RankRows whole;
   const auto fill_matrix = [&](NamedWeight& named, uint32_t salt, std::byte* out) {
     const auto draw_from = [&](const auto& table) {
-      draw_weight(ctx, table, seed, salt, named, arena);
+      draw_weight(ctx, table, seed, salt, named, arena, rows.empty() ? whole : rows[salt]);
     };
     switch (named.kind) {
       case WeightKind::kIds:
@@ -228,7 +253,7 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
         fill_matrix(named, salt, out);
         break;
       case DummyKind::kNeutralNorm:
-        fill(1.0f - model.config.norm_weight_offset, named.elements(), out, memory);
+        fill(1.0f - config.norm_weight_offset, named.elements(), out, memory);
         break;
       case DummyKind::kOne:
         fill(1.0f, named.elements(), out, memory);
@@ -238,7 +263,7 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
         break;
       case DummyKind::kSpreadIds:
         fill_ids(named, out, memory,
-                 [&](int64_t index) { return index * model.config.vocab_size / named.elements(); });
+                 [&](int64_t index) { return index * config.vocab_size / named.elements(); });
         break;
       case DummyKind::kCycledIds:
         fill_ids(named, out, memory, [&](int64_t index) { return index % named.num_experts; });

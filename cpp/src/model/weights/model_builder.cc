@@ -21,6 +21,9 @@
 #include "model/description/decoder_config.h"
 #include "model/weights/dummy_weights.h"
 #include "model/weights/model_impl.h"
+#include "model/weights/rank_model.h"
+#include "model/weights/rank_weights.h"
+#include "model/weights/split_model.h"
 #include "model/weights/visit_weights.h"
 #include "model/weights/weight_copy.h"
 #include "model/weights/weight_layout.h"
@@ -163,13 +166,16 @@ struct CheckedValues {
 }  // namespace
 
 struct ModelBuilder::Impl {
+  static void check_dtype(DType weight_dtype) {
+    if (weight_dtype == DType::kFloat32 || weight_dtype == DType::kBFloat16) return;
+    throw InvalidArgument(
+        concat("weight_dtype is ", dtype_name(weight_dtype), "; allowed: float32, bfloat16"));
+  }
+
   Impl(std::string_view config_json, DType weight_dtype, Device device)
       : model(std::make_shared<Model>()) {
     model->device = device;
-    if (weight_dtype != DType::kFloat32 && weight_dtype != DType::kBFloat16) {
-      throw InvalidArgument(
-          concat("weight_dtype is ", dtype_name(weight_dtype), "; allowed: float32, bfloat16"));
-    }
+    check_dtype(weight_dtype);
     model->config = parse_decoder_config(config_json);
     check_weight_bytes(model->config);
     DecoderWeights& weights = model->weights;
@@ -187,8 +193,32 @@ struct ModelBuilder::Impl {
     for (size_t i = 0; i < named_weights.size(); ++i) by_name.emplace(named_weights[i].name, i);
   }
 
+  // The same for ranks that have memory of their own.
+  Impl(std::string_view config_json, DType weight_dtype, Device device,
+       std::span<const RankMemory> memories, GpuShare share) {
+    check_dtype(weight_dtype);
+    const DecoderConfig config = parse_decoder_config(config_json);
+    check_weight_bytes(config);
+    WholeLayout whole(config, weight_dtype);
+    if (device == Device::kCuda) check_on_gpu(config, whole.model.weights);
+    if (share == GpuShare::kPart) {
+      check_ranks(whole.model, static_cast<int32_t>(memories.size()));
+    }
+    ranks = std::make_unique<RankedWeights>(whole.model, device, memories, share);
+    model = ranks->make_model(whole.model, device, share);
+    named_weights = std::move(whole.named_weights);
+    for (size_t i = 0; i < named_weights.size(); ++i) by_name.emplace(named_weights[i].name, i);
+  }
+
   // Fills the weights of an existing model again.
   explicit Impl(std::shared_ptr<Model> filled) : model(std::move(filled)) {
+    if (!model->ranks.empty()) {
+      WholeLayout whole(model->config, model->weights.dtype);
+      ranks = std::make_unique<RankedWeights>(whole.model, *model);
+      named_weights = std::move(whole.named_weights);
+      for (size_t i = 0; i < named_weights.size(); ++i) by_name.emplace(named_weights[i].name, i);
+      return;
+    }
     DecoderWeights layout;  // its pointers, without a base, are of no use
     Carver carving(model->weights.dtype, model->device, /*base=*/nullptr);
     lay_out(model->config, carving, layout);
@@ -302,8 +332,22 @@ struct ModelBuilder::Impl {
     return values;
   }
 
+  // Calls write(context, tensor, arena) for every rank.
+  template <class Write>
+  void for_each_rank(const NamedWeight& named, const Write& write) {
+    const auto index = static_cast<size_t>(&named - named_weights.data());
+    ranks->for_each_rank([&](size_t, const CpuContext& its, const std::vector<RankTensor>& tensors,
+                             const DeviceBuffer& arena) { write(its, tensors[index], arena); });
+  }
+
   void write(const NamedWeight& named, const SourceTensor& source, DType dtype, Device device,
              const CheckedValues& values) {
+    if (ranks != nullptr) {
+      return for_each_rank(
+          named, [&](const CpuContext& its, const RankTensor& tensor, const DeviceBuffer& arena) {
+            write_to_rank(its, tensor, arena, source, dtype, device, values);
+          });
+    }
     const DeviceBuffer& arena = model->weights.arena;
     const auto upload = [&](const auto& elements) {
       arena.memory().upload(arena.data() + named.offset, elements.data(),
@@ -322,7 +366,33 @@ struct ModelBuilder::Impl {
     }
   }
 
-  // The same for a row-major tensor that is read in pieces.
+  static void write_to_rank(const CpuContext& its, const RankTensor& tensor,
+                            const DeviceBuffer& arena, const SourceTensor& source, DType dtype,
+                            Device device, const CheckedValues& values) {
+    const NamedWeight& named = tensor.named;
+    if (named.kind == WeightKind::kIds) {
+      arena.memory().upload(arena.data() + named.offset, values.ids.data(),
+                            static_cast<int64_t>(values.ids.size() * sizeof(int32_t)));
+    } else if (named.kind == WeightKind::kFp8Scales) {
+      write_scales(tensor, arena, values.scales);
+    } else if (named.kind == WeightKind::kInt4Order) {
+      copy_elements(its, values.bytes.data(), named, arena);
+    } else if (has_int4_bytes(named)) {
+      const int64_t cols = named.dims().back();
+      const SourceMatrix rows = {
+          .data = values.bytes.data(),
+          .rows = static_cast<int64_t>(values.bytes.size()) / (cols * dtype_bytes(named.dtype)),
+          .cols = cols,
+          .row_stride = cols,
+          .col_stride = 1};
+      write_rows(its, tensor, arena, {.matrix = rows}, named.dtype, Device::kCpu);
+    } else {
+      write_rows(its, tensor, arena, source, dtype, device);
+    }
+  }
+
+  // The same for a row-major tensor that is read in pieces. Values that are checked are read whole;
+  // of others, ranks read only the rows that they have.
   void read(NamedWeight& named, DType dtype, const ReadBytes& read_bytes) {
     const DeviceBuffer& arena = model->weights.arena;
     if (named.kind == WeightKind::kIds || named.kind == WeightKind::kFp8Scales ||
@@ -333,19 +403,21 @@ struct ModelBuilder::Impl {
       const CheckedValues values = checked_values(named, source, dtype, Device::kCpu);
       return write(named, source, dtype, Device::kCpu, values);
     }
-    if (named.kind != WeightKind::kMxfp4Scales)
-      return copy_weight(ctx, read_bytes, dtype, named, arena);
     const auto checked_read = [&](int64_t first, std::span<std::byte> to) {
       read_bytes(first, to);
-      check_mxfp4_scales(named, first, to);
+      if (named.kind == WeightKind::kMxfp4Scales) check_mxfp4_scales(named, first, to);
     };
-    copy_weight(ctx, checked_read, dtype, named, arena);
+    if (ranks == nullptr) return copy_weight(ctx, checked_read, dtype, named, arena);
+    for_each_rank(named, [&](const CpuContext& its, const RankTensor& tensor,
+                             const DeviceBuffer& rank_arena) {
+      read_rows(its, tensor, rank_arena, checked_read, dtype);
+    });
   }
 
   // Calls f(matrix, name of its first scales, whether all of its scales are exact) for every matrix
   // of fp8 weights but those of experts.
   template <class Function>
-  void for_each_fp8_matrix(const Function& f) {
+  void for_each_fp8_matrix(DecoderWeights& weights, const Function& f) {
     const auto visit = [&](Linear& linear, const LinearShape& shape) {
       if (linear.weight.format != WeightFormat::kFp8) return;
       const auto is_exact = [&](const WeightPart& part) {
@@ -356,13 +428,13 @@ struct ModelBuilder::Impl {
     };
     // The scales of experts count as inexact.
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};
-    for_each_linear(model->config, model->weights, Overloaded{visit, skip});
+    for_each_linear(model->config, weights, Overloaded{visit, skip});
   }
 
   // Calls f(matrix, dtype of its scales) for every int4 matrix. Throws InvalidArgument where parts
   // or experts of a matrix have scales of two dtypes.
   template <class Function>
-  void for_each_int4_matrix(const Function& f) {
+  void for_each_int4_matrix(DecoderWeights& weights, const Function& f) {
     const auto visit = [&](WeightMatrix& matrix, const LinearShape& shape) {
       if (matrix.format != WeightFormat::kInt4) return;
       const NamedWeight* first = nullptr;
@@ -384,15 +456,72 @@ struct ModelBuilder::Impl {
       f(matrix, *first);
     };
     for_each_linear(
-        model->config, model->weights,
+        model->config, weights,
         Overloaded{
             [&](Linear& one, const LinearShape& shape) { visit(one.weight, shape); },
             [&](ExpertLinears& all, const LinearShape& shape) { visit(all.weight.first, shape); }});
   }
 
+  // The weights of the model, or those of each rank.
+  [[nodiscard]] std::vector<DecoderWeights*> all_weights() const {
+    if (ranks == nullptr) return {&model->weights};
+    std::vector<DecoderWeights*> all;
+    for (const auto& rank : ranks->models()) all.push_back(&rank->weights);
+    return all;
+  }
+
+  void fill_dummy(uint64_t seed) {
+    if (ranks == nullptr) {
+      return fill_dummy_weights(ctx, seed, model->config, named_weights, model->weights.arena);
+    }
+    std::vector<NamedWeight> filled;  // those of the first rank
+    ranks->for_each_rank([&](size_t rank, const CpuContext& its,
+                             const std::vector<RankTensor>& tensors, const DeviceBuffer& arena) {
+      std::vector<NamedWeight> named;
+      std::vector<RankRows> rows;
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        named.push_back(tensors[i].named);
+        named.back().is_filled = named_weights[i].is_filled;
+        rows.push_back(tensors[i].rows);
+      }
+      fill_dummy_weights(its, seed, model->config, named, arena, rows);
+      if (rank == 0) filled = std::move(named);
+    });
+    for (size_t i = 0; i < named_weights.size(); ++i) {
+      if (named_weights[i].is_filled) continue;
+      named_weights[i].is_filled = filled[i].is_filled;
+      named_weights[i].has_exact_scales = filled[i].has_exact_scales;
+      named_weights[i].scale_dtype = filled[i].scale_dtype;
+    }
+  }
+
+  // Allocates the memory through which packed weights pass.
+  void prepare_packing() {
+    const auto has_packed = [](const NamedWeight& named) { return named.packed.has_value(); };
+    if (ranks == nullptr) {
+      if (std::ranges::any_of(named_weights, has_packed)) {
+        (void)model->weights.arena.memory().scratch();
+      }
+      return;
+    }
+    ranks->for_each_rank([&](size_t, const CpuContext&, const std::vector<RankTensor>& tensors,
+                             const DeviceBuffer& arena) {
+      if (std::ranges::any_of(tensors, has_packed, &RankTensor::named)) {
+        (void)arena.memory().scratch();
+      }
+    });
+  }
+
+  // Waits for all copies.
+  void finish_copies() {
+    if (ranks != nullptr) return ranks->finish();
+    model->weights.arena.memory().finish();
+  }
+
   ThreadPool threads{build_info().num_cores};
   CpuContext ctx{.num_threads = build_info().num_cores, .threads = &threads};
   std::shared_ptr<Model> model;
+  std::unique_ptr<RankedWeights> ranks;                  // null: the model has its weights itself
   std::vector<NamedWeight> named_weights;                // in the order of visit_weights
   std::unordered_map<std::string_view, size_t> by_name;  // views into named_weights
 };
@@ -413,6 +542,19 @@ template <class Impl>
 ModelBuilder::ModelBuilder(std::string_view config_json, DType weight_dtype, Device device)
     : impl_(
           at_boundary([&] { return std::make_unique<Impl>(config_json, weight_dtype, device); })) {}
+ModelBuilder::ModelBuilder(std::string_view config_json, DType weight_dtype,
+                           std::span<const int32_t> gpus, GpuShare share)
+    : impl_(at_boundary([&] {
+        check_gpus(gpus);
+        return std::make_unique<Impl>(config_json, weight_dtype, Device::kCuda, memories_of(gpus),
+                                      share);
+      })) {}
+ModelBuilder::ModelBuilder(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+ModelBuilder builder_over(std::string_view config_json, DType weight_dtype, Device device,
+                          std::span<const RankMemory> memories, GpuShare share) {
+  return ModelBuilder(
+      std::make_unique<ModelBuilder::Impl>(config_json, weight_dtype, device, memories, share));
+}
 ModelBuilder::~ModelBuilder() = default;
 ModelBuilder::ModelBuilder(ModelBuilder&&) noexcept = default;
 ModelBuilder& ModelBuilder::operator=(ModelBuilder&&) noexcept = default;
@@ -447,24 +589,22 @@ std::vector<std::string> ModelBuilder::missing() const {
 }
 
 void ModelBuilder::fill_dummy(uint64_t seed) {
-  at_boundary([&] {
-    Impl& impl = open(impl_);
-    fill_dummy_weights(impl.ctx, seed, impl.named_weights, *impl.model);
-  });
+  at_boundary([&] { open(impl_).fill_dummy(seed); });
 }
 
 std::shared_ptr<const Model> ModelBuilder::finish() {
   return at_boundary([&] {
     Impl& impl = open(impl_);
     impl.check_complete();
-    impl.for_each_fp8_matrix([](WeightMatrix& matrix, const std::string&, bool is_exact) {
-      matrix.has_exact_scales = is_exact;
-    });
-    impl.for_each_int4_matrix([](WeightMatrix& matrix, const NamedWeight& scales) {
-      matrix.scale_dtype = *scales.scale_dtype;
-    });
-    impl.model->weights.arena.memory().finish();
-    if (!impl.is_filled(kTokenMap)) impl.model->weights.head.draft_to_target = nullptr;
+    for (DecoderWeights* const weights : impl.all_weights()) {
+      impl.for_each_fp8_matrix(*weights, [](WeightMatrix& matrix, const std::string&,
+                                            bool is_exact) { matrix.has_exact_scales = is_exact; });
+      impl.for_each_int4_matrix(*weights, [](WeightMatrix& matrix, const NamedWeight& scales) {
+        matrix.scale_dtype = *scales.scale_dtype;
+      });
+      if (!impl.is_filled(kTokenMap)) weights->head.draft_to_target = nullptr;
+    }
+    impl.finish_copies();
     std::shared_ptr<const Model> model = std::move(impl.model);
     impl_.reset();
     return model;
@@ -484,13 +624,6 @@ void update_models(std::span<const ModelUpdate> updates) {
     std::vector<Write> writes;
     for (const ModelUpdate& update : updates) {
       if (update.model == nullptr) throw InvalidArgument("model is null; give a model");
-      if (!update.model->ranks.empty()) {
-        throw Unsupported(
-            concat("the weights of ", update.model->config.name,
-                   " are on GPUs that were chosen with it (devices or "
-                   "tensor_parallel_size), where they cannot be updated yet; allowed: "
-                   "a model on the default GPU or the CPU"));
-      }
       impls.push_back(
           std::make_unique<ModelBuilder::Impl>(std::const_pointer_cast<Model>(update.model)));
       ModelBuilder::Impl& impl = *impls.back();
@@ -505,7 +638,8 @@ void update_models(std::span<const ModelUpdate> updates) {
                           .values = impl.checked_values(named, source, t.dtype, t.device)});
       }
       impl.check_complete();
-      const bool has_map = update.model->weights.head.draft_to_target != nullptr;
+      DecoderWeights& loaded = *impl.all_weights().front();
+      const bool has_map = loaded.head.draft_to_target != nullptr;
       if (has_map != impl.is_filled(kTokenMap)) {
         throw InvalidArgument(concat(quoted(kTokenMap), has_map ? " is missing" : " is given",
                                      ", but the model was loaded ", has_map ? "with" : "without",
@@ -513,14 +647,14 @@ void update_models(std::span<const ModelUpdate> updates) {
       }
       // Captured graphs have the products of the scales that were loaded.
       impl.for_each_fp8_matrix(
-          [](const WeightMatrix& matrix, const std::string& name, bool is_exact) {
+          loaded, [](const WeightMatrix& matrix, const std::string& name, bool is_exact) {
             if (matrix.has_exact_scales == is_exact) return;
             throw InvalidArgument(concat(quoted(name), is_exact ? " has" : " does not have",
                                          " only powers of two as scales, but the model was loaded ",
                                          is_exact ? "with others" : "with such",
                                          "; allowed: an update of the same form"));
           });
-      impl.for_each_int4_matrix([](WeightMatrix& matrix, const NamedWeight& scales) {
+      impl.for_each_int4_matrix(loaded, [](WeightMatrix& matrix, const NamedWeight& scales) {
         if (matrix.scale_dtype == *scales.scale_dtype) return;
         throw InvalidArgument(concat(quoted(scales.name), " is ", dtype_name(*scales.scale_dtype),
                                      ", but the model was loaded with ",
@@ -529,14 +663,12 @@ void update_models(std::span<const ModelUpdate> updates) {
       });
     }
     // After the first write nothing fails for want of memory.
-    for (const Write& write : writes) {
-      if (write.named->packed) (void)write.impl->model->weights.arena.memory().scratch();
-    }
+    for (const auto& impl : impls) impl->prepare_packing();
     for (const Write& write : writes) {
       write.impl->write(*write.named, write.source, write.tensor->dtype, write.tensor->device,
                         write.values);
     }
-    for (const auto& impl : impls) impl->model->weights.arena.memory().finish();
+    for (const auto& impl : impls) impl->finish_copies();
   });
 }
 

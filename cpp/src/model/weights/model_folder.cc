@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <system_error>
 
@@ -86,11 +87,14 @@ auto with_name(const std::string& name, Step step) {
   return std::nullopt;
 }
 
+// Makes the builder of a model that has this description and dtype.
+using MakeBuilder = std::function<ModelBuilder(std::string_view config_json, DType dtype)>;
+
 // `role`: "target" or "draft".
 [[nodiscard]] std::shared_ptr<const Model> load_model(const std::string& directory,
                                                       const std::string& description,
                                                       const Json& json, std::string_view role,
-                                                      Device device) {
+                                                      const MakeBuilder& make) {
   constexpr std::array<std::string_view, 3> kRequired = {"weights", "dtype", "config"};
   constexpr std::array<std::string_view, 1> kOptional = {"architecture"};
   json.check_keys(kRequired, kOptional);
@@ -101,7 +105,7 @@ auto with_name(const std::string& name, Step step) {
   const std::string path = file_beside(directory, json.at("weights"));
   const SafetensorsFile file(path);
   auto builder = with_name(concat(description, ": ", role, ".config"),
-                           [&] { return ModelBuilder(json.at("config").text(), dtype, device); });
+                           [&] { return make(json.at("config").text(), dtype); });
   return with_name(path, [&] {
     for (std::string_view name : file.names()) {
       const StoredTensor tensor = *file.find(name);
@@ -118,9 +122,8 @@ auto with_name(const std::string& name, Step step) {
   });
 }
 
-}  // namespace
-
-ModelFolder load_model_folder(const std::string& directory, Device device) {
+[[nodiscard]] ModelFolder load_folder(const std::string& directory, const MakeBuilder& make_target,
+                                      const MakeBuilder& make_draft) {
   return at_boundary([&] {
     const std::string path = (std::filesystem::path(directory) / "paceline.json").string();
     const std::string text = [&] {
@@ -151,7 +154,7 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
       } else if (num_tokens) {
         num_tokens->refuse("no such key without a draft");
       }
-      folder.target = load_model(directory, path, root.at("target"), "target", device);
+      folder.target = load_model(directory, path, root.at("target"), "target", make_target);
       const int32_t vocab_size = model_vocab_size(*folder.target);
       for (const Json& id : root.at("stop_token_ids").elements()) {
         folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
@@ -160,7 +163,7 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
         static_cast<void>(bos->as_int(0, vocab_size - 1));
       }
       if (draft) {
-        folder.draft = load_model(directory, path, *draft, "draft", device);
+        folder.draft = load_model(directory, path, *draft, "draft", make_draft);
         // No other owner has the model yet.
         std::const_pointer_cast<Model>(folder.draft)->default_draft_tokens =
             folder.num_speculative_tokens;
@@ -172,6 +175,24 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
       throw ModelFileError(error.what());
     }
   });
+}
+
+}  // namespace
+
+ModelFolder load_model_folder(const std::string& directory, Device device) {
+  const auto make = [&](std::string_view config_json, DType dtype) {
+    return ModelBuilder(config_json, dtype, device);
+  };
+  return load_folder(directory, make, make);
+}
+
+ModelFolder load_model_folder(const std::string& directory, std::span<const int32_t> gpus) {
+  const auto make_with = [&](GpuShare share) {
+    return [gpus, share](std::string_view config_json, DType dtype) {
+      return ModelBuilder(config_json, dtype, gpus, share);
+    };
+  };
+  return load_folder(directory, make_with(GpuShare::kPart), make_with(GpuShare::kCopy));
 }
 
 }  // namespace paceline

@@ -25,9 +25,10 @@ class Model {
   DecoderConfig config;
   Device device = Device::kCpu;  // device that holds the weights
   DecoderWeights weights;
-  // Of a model on GPUs that split_model chose: the model of each, which has its rank's part of the
-  // weights, or a copy of them. Then `weights` has no memory.
+  // Of a model on GPUs that were chosen (ModelBuilder, split_model): the model of each, which has
+  // its rank's part of the weights, or a copy of them. Then `weights` has no memory.
   std::vector<std::shared_ptr<const Model>> ranks;
+  GpuShare share = GpuShare::kCopy;  // what each of several GPUs has
   int32_t gpu = 0;                   // that holds the weights of a rank
   int32_t default_draft_tokens = 0;  // of a drafter: its folder's default k; 0: none is known
   mutable ModelUse use;

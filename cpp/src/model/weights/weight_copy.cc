@@ -311,6 +311,11 @@ void copy_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
   });
 }
 
+void copy_rows(const CpuContext& ctx, const SourceMatrix& source, DType from,
+               const NamedWeight& named, const DeviceBuffer& arena, int64_t first) {
+  copy_matrix(ctx, source, from, named.dtype, first, ArenaTarget(named, arena));
+}
+
 SourceMatrix download_matrix(const SourceMatrix& source, DType dtype,
                              std::vector<std::byte>& bytes) {
   // All elements between the first and the last in memory.

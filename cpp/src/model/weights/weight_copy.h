@@ -50,8 +50,12 @@ struct SourceTensor {
 void copy_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena);
 
-// The same for a row-major tensor that `read` gives in pieces, to several threads at once. Rethrows
-// what `read` throws.
+// Converts rows of a tensor to its elements in the arena from `first` on.
+void copy_rows(const CpuContext& ctx, const SourceMatrix& source, DType from,
+               const NamedWeight& named, const DeviceBuffer& arena, int64_t first);
+
+// The same as copy_weight for a row-major tensor that `read` gives in pieces, to several threads at
+// once. Rethrows what `read` throws.
 void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena);
 

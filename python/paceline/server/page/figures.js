@@ -122,6 +122,24 @@ function drawGroups(groups) {
   byId("groups").replaceChildren(...rows);
 }
 
+// The memory of each rank. One rank is not worth a table.
+function drawRanks(ranks) {
+  byId("ranks-part").hidden = ranks.length < 2;
+  const rows = ranks.map((rank, i) => {
+    const where = rank.gpu === null ? "" : `, GPU ${rank.gpu}`;
+    const sizes = [
+      rank.target_weight_bytes + rank.draft_weight_bytes,
+      rank.kv_pool_bytes,
+      rank.workspace_bytes + rank.graph_bytes,
+    ];
+    return tableRow(
+      cell(`${i}${where}`),
+      ...sizes.map((bytes) => cell(number(bytes / 2 ** 30, 2))),
+    );
+  });
+  byId("ranks").replaceChildren(...rows);
+}
+
 // Rates of the last minute, the newest at the right edge.
 function drawRates(rates, most) {
   const chart = byId("rates");

@@ -187,6 +187,7 @@ function showStats(stats) {
   show("prefix-hits", percent(asked > 0 ? hits / asked : null), `of ${number(asked)}`);
   show("kv-usage", percent(stats.kv_cache_usage));
   drawGroups(stats.kv_groups);
+  drawRanks(stats.ranks);
   showPositions();
 }
 
