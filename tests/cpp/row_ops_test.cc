@@ -45,6 +45,46 @@ TEST(RowOps, TheFirstPassSeesTheLastAcceptedAndTheNewToken) {
 }
 
 TEST(RowOps, TheFirstPassOfADraftHeadPairsEachRowWithTheTokenAfterIt) {
+TEST(RowOps, TheFirstPassBehindPromptLookupSeesAllThatTheWindowHasEmitted) {
+  const auto head = [](const int32_t* values) { return Tokens(values, values + 4); };
+  const auto assemble = [](Window& window, int32_t num_missed = 0) {
+    window.judge();
+    window.in.first_indptr[1] = window.in.counts->num_first_rows = num_missed + 4;
+    int32_t last_row = -1;
+    assemble_first_rows(window.ctx,
+                        {window.in, window.s, window.rows, FirstRows::kNewest, &window.result,
+                         &last_row, /*hidden_rows=*/nullptr, /*kept=*/{},
+                         /*follows_windows=*/true});
+    return last_row;
+  };
+  Window most({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1
+  EXPECT_EQ(assemble(most), 2);
+  EXPECT_EQ(head(most.rows.seq_slot), (Tokens{1, 1, 1, -1}));
+  EXPECT_EQ(head(most.rows.positions), (Tokens{5, 6, 7, 0}));
+  EXPECT_EQ(head(most.rows.token_ids), (Tokens{7, 8, 1, 0}));
+  Window all({7, 8, 9}, {7, 8, 9, 4});
+  EXPECT_EQ(assemble(all), 3);
+  EXPECT_EQ(head(all.rows.positions), (Tokens{5, 6, 7, 8}));
+  Window none({7, 8, 9}, {1, 8, 1, 4});  // the newest two, as without prompt lookup
+  EXPECT_EQ(assemble(none), 1);
+  EXPECT_EQ(head(none.rows.seq_slot), (Tokens{1, 1, -1, -1}));
+  EXPECT_EQ(head(none.rows.positions), (Tokens{4, 5, 0, 0}));
+  EXPECT_EQ(head(none.rows.token_ids), (Tokens{4, 1, 0, 0}));
+  Window missed({7, 8, 9}, {7, 1, 1, 4});  // and two tokens that it has missed
+  EXPECT_EQ(assemble(missed, 2), 3);
+  EXPECT_EQ(head(missed.rows.positions), (Tokens{3, 4, 5, 6}));
+  EXPECT_EQ(head(missed.rows.token_ids), (Tokens{3, 4, 7, 1}));
+  // A part of the missed tokens: the host says where it begins.
+  Window part({7, 8, 9}, {7, 8, 9, 4});
+  part.in.prefill_start[0] = 1;
+  EXPECT_EQ(assemble(part), 3);
+  EXPECT_EQ(head(part.rows.positions), (Tokens{1, 2, 3, 4}));
+  // A sequence that has ended has none.
+  Window ended({7, 8, 9}, {7, 8, 9, 4}, /*known_len=*/5, /*limit=*/6);
+  assemble(ended);
+  EXPECT_EQ(head(ended.rows.seq_slot), (Tokens{-1, -1, -1, -1}));
+}
+
   Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1
   window.judge();
   window.in.first_indptr[1] = window.in.counts->num_first_rows = 4;

@@ -34,6 +34,7 @@ int32_t num_first_rows(const PlannedSequence& planned, const IterationPlan& plan
         return shape.first_rows == FirstRows::kWindow && plan.has_prefill ? planned.num_rows : 0;
       }
       if (planned.catch_up_start != kNoPart) return planned.num_missed;
+      if (shape.follows_windows) return planned.num_missed + std::max(planned.num_rows, 2);
       return planned.num_missed + (shape.first_rows == FirstRows::kWindow
                                        ? planned.num_rows
                                        : shape.first_rows_per_decode(num_drafts));

@@ -95,8 +95,16 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
     }
     if (!takes_part) num_live = 0;
   } else if (is_decode) {
-    if (first == kNoPart) first = known_len - num_rows;
-    num_live = takes_part ? num_rows : 0;
+    if (first == kNoPart) {
+      if (p.follows_windows) {
+        // All tokens that were emitted, and at least the newest two.
+        const int32_t emitted_len = p.results[i].emitted_len;
+        const int32_t num_missed = num_rows - (num_window_rows > 2 ? num_window_rows : 2);
+        num_live = num_missed + (emitted_len > 2 ? emitted_len : 2);
+      }
+      first = known_len - num_live;
+    }
+    if (!takes_part) num_live = 0;
   } else {
     window_position = first;
     if (p.inputs.num_drafts[i] == kLeftOut) num_live = 0;
