@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "metadata/group_metadata.h"
@@ -44,7 +45,6 @@ TEST(RowOps, TheFirstPassSeesTheLastAcceptedAndTheNewToken) {
   EXPECT_EQ(window.rows.positions[1], 7);
 }
 
-TEST(RowOps, TheFirstPassOfADraftHeadPairsEachRowWithTheTokenAfterIt) {
 TEST(RowOps, TheFirstPassBehindPromptLookupSeesAllThatTheWindowHasEmitted) {
   const auto head = [](const int32_t* values) { return Tokens(values, values + 4); };
   const auto assemble = [](Window& window, int32_t num_missed = 0) {
@@ -85,6 +85,7 @@ TEST(RowOps, TheFirstPassBehindPromptLookupSeesAllThatTheWindowHasEmitted) {
   EXPECT_EQ(head(ended.rows.seq_slot), (Tokens{-1, -1, -1, -1}));
 }
 
+TEST(RowOps, TheFirstPassOfADraftHeadPairsEachRowWithTheTokenAfterIt) {
   Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1
   window.judge();
   window.in.first_indptr[1] = window.in.counts->num_first_rows = 4;
@@ -238,10 +239,12 @@ TEST(RowOps, AFixedDraftHeadStaysWhereItIsWhileItsDraftsGoOn) {
 
 TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   const auto propose = [](const Tokens& tokens, int32_t min, int32_t max, int32_t k,
-                          int32_t limit = kMaxLen, bool keeps_drafts = false) {
+                          int32_t limit = kMaxLen, bool keeps_drafts = false,
+                          int32_t sources = kAllSources) {
     Window window(Tokens(static_cast<size_t>(k), -1), {}, static_cast<int32_t>(tokens.size()),
                   limit);
     std::copy(tokens.begin(), tokens.end(), window.s.history + kMaxLen);
+    window.s.sources[1] = sources;
     propose_ngram(window.ctx, {.inputs = window.in,
                                .sequences = window.s,
                                .max_seqs = 1,
@@ -263,6 +266,29 @@ TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   // In front of a model: what a match gives, or the drafts that are there.
   EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4, kMaxLen, true), (Tokens{5}));
   EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4, kMaxLen, true), Tokens(4, -1));
+  // A sequence may have drafts of the one or the other alone.
+  const int32_t model = source_bit(DraftSource::kModel);
+  const int32_t lookup = source_bit(DraftSource::kLookup);
+  EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4, kMaxLen, true, lookup), (Tokens{5}));
+  EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4, kMaxLen, true, lookup), Tokens{});
+  EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4, kMaxLen, true, model), Tokens(4, -1));
+  EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4, kMaxLen, true, model), Tokens(4, -1));
+}
+
+TEST(RowOps, AWindowSaysWhereItsDraftsCameFrom) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});
+  EXPECT_EQ(window.judge().source, DraftSource::kModel);
+  Window matched({7, 7, 7}, {7, 7, 7, 7});
+  std::fill_n(matched.s.history + kMaxLen, 5, 7);
+  propose_ngram(matched.ctx, {.inputs = matched.in,
+                              .sequences = matched.s,
+                              .max_seqs = 1,
+                              .min_tokens = 1,
+                              .max_tokens = 3,
+                              .keeps_drafts = true});
+  EXPECT_EQ(matched.judge().source, DraftSource::kLookup);
+  // The next drafts are the model's, unless there is a match again.
+  EXPECT_EQ(matched.s.draft_source[1], static_cast<int32_t>(DraftSource::kModel));
 }
 
 TEST(RowOps, DraftsGoToTheColumnOfTheStepCounter) {

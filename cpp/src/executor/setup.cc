@@ -204,6 +204,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
       .log_interval_s = o.log_interval_s,
       .hang_timeout_s = o.hang_timeout_s,
       .host_drafter = o.speculative.drafter,
+      .methods = source_methods(draft != nullptr ? &draft->config : nullptr, iteration.model_free),
       .windows = window_options(o, target, draft),
       .allows_constraints =
           o.speculative.rejection_sample_method != AcceptMethod::kSynthetic && !o.use_null_device,

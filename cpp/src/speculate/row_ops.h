@@ -151,7 +151,8 @@ void keep_hidden(CudaContext&, const KeepHiddenParams&);
 // Prompt lookup: finds the latest earlier occurrence of the last n tokens of a sequence, for the
 // longest n in [min_tokens, max_tokens] that has one, and proposes the tokens that followed it.
 // Proposes up to max_drafts tokens, as far as they are known and fit the limit. Without a match
-// there are no drafts or, with keeps_drafts, those that a model has made stay.
+// there are no drafts or, with keeps_drafts, those that a model has made stay. A sequence whose
+// `sources` lack kLookup is left as it is, and one whose `sources` lack kModel keeps no drafts.
 struct ProposeNgramParams {
   StagedInputs inputs;
   SequenceState sequences;
