@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
   const int32_t known_len = s.known_len[seq_slot];
   const int32_t room = s.limit[seq_slot] - known_len;
   const int32_t draft_len = s.draft_len[seq_slot];
+  const auto source = static_cast<DraftSource>(s.draft_source[seq_slot]);
   const uint64_t seed = s.seed[seq_slot];
   const int32_t num_stop_ids = s.num_stop_ids[seq_slot];
   const int32_t stop_id = lane < kMaxStopIds ? s.stop_ids[seq_slot * kMaxStopIds + lane] : 0;
@@ -79,10 +80,12 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
     result.accepted_len = verdict.accepted_len;
     result.drafted_len = verdict.drafted_len;
     result.discarded_len = verdict.discarded_len;
+    result.source = source;
     result.outcome = verdict.outcome;
     s.known_len[seq_slot] = known_len + verdict.emitted_len;
     s.is_active[seq_slot] = verdict.outcome == SequenceOutcome::kRunning ? 1 : 0;
     s.draft_len[seq_slot] = 0;
+    s.draft_source[seq_slot] = static_cast<int32_t>(DraftSource::kModel);
   }
 }
 

@@ -123,6 +123,17 @@ def _names() -> str:
     return "\n".join(lines)
 
 
+def _literals(text: str) -> str:
+    """A text as string literals below one another, as clang-format divides it."""
+    width = _MAX_LINE - len('        ""')
+    lines = [""]
+    for word in re.findall(r"\S+ ?", text):
+        if len(lines[-1] + word) > width:
+            lines.append("")
+        lines[-1] += word
+    return "\n        ".join(f'"{line}"' for line in lines)
+
+
 def _methods() -> str:
     """Options of which the schema says that only some methods accept them."""
     calls = []
@@ -132,7 +143,7 @@ def _methods() -> str:
             words = [f'"{option.name}"', f"o.{option.name}", f'"{option.reason}"', f'"{methods}"']
             line = f"  visit({', '.join(words)});"
             if len(line) > _MAX_LINE:
-                line = f"  visit({', '.join(words[:3])},\n        {words[3]});"
+                line = f"  visit({', '.join(words[:3])},\n        {_literals(methods)});"
             calls.append(line)
     body = "\n".join(calls)
     return (

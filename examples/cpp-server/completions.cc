@@ -86,21 +86,24 @@ std::vector<paceline::LogitBias> as_biases(const std::string& field, const json&
   return biases;
 }
 
-// The largest number of drafts in an iteration of this request.
-int32_t as_num_drafts(const std::string& field, const json& value) {
+// Which method drafts for this request, and the largest number of drafts in an iteration.
+void read_speculative(const std::string& field, const json& value, paceline::Request& request) {
   if (!value.is_object()) refuse(field, value, "an object");
-  int32_t num_drafts = -1;  // the engine's
   for (const auto& [key, part] : value.items()) {
+    const std::string name = field + "." + key;
     if (key == "num_speculative_tokens") {
-      num_drafts = as_integer<int32_t>(field + "." + key, part);
-      if (num_drafts < 0) refuse(field + "." + key, part, "0 to the engine's");
+      request.num_speculative_tokens = as_integer<int32_t>(name, part);
+      if (request.num_speculative_tokens < 0) refuse(name, part, "0 to the engine's");
+    } else if (key == "method") {
+      if (!part.is_string() || part == "") refuse(name, part, "a method of the engine");
+      request.speculative_method = part.get<std::string>();
     } else if (key != "enabled") {
-      refuse(field, value, "the keys enabled and num_speculative_tokens");
+      refuse(field, value, "the keys enabled, num_speculative_tokens and method");
     }
   }
   const bool is_enabled =
       !value.contains("enabled") || as_bool(field + ".enabled", value["enabled"]);
-  return is_enabled ? num_drafts : 0;
+  if (!is_enabled) request.num_speculative_tokens = 0;
 }
 
 const char* name_of(paceline::FinishReason reason) {
@@ -138,7 +141,7 @@ CompletionCall parse_call(std::string_view body, const paceline::SamplingOptions
     } else if (name == "n") {
       call.request.num_samples = as_integer<int32_t>(name, value);
     } else if (name == "speculative") {
-      call.request.num_speculative_tokens = as_num_drafts(name, value);
+      read_speculative(name, value, call.request);
     } else if (name == "cache_salt") {
       // One that is empty would share the cache with all others.
       if (!value.is_string() || value == "") refuse(name, value, "a string that is not empty");

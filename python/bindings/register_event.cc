@@ -135,6 +135,10 @@ void register_event(py::module_& module) {
           "num_accepted", [](const PyRequestEvent& self) { return self.event.num_accepted; },
           "Drafts accepted in this iteration.")
       .def_property_readonly(
+          "drafter", [](const PyRequestEvent& self) { return self.event.drafter; },
+          "The method that made the drafts of this iteration, such as \"ngram\"; \"\" without "
+          "drafts.")
+      .def_property_readonly(
           "counters",
           [](const PyRequestEvent& self) { return counters_to_dict(self.event.counters); },
           "Totals of the sample, in its last event: a dict with num_iterations, "

@@ -22,7 +22,8 @@ void register_request(py::module_& module) {
                        int32_t prompt_logprobs, int32_t num_samples,
                        std::vector<int32_t> hidden_layers, bool keeps_logits_on_device,
                        int32_t num_resumed_tokens, int32_t num_speculative_tokens,
-                       const std::vector<py::object>& constraints, std::string cache_salt) {
+                       std::string speculative_method, const std::vector<py::object>& constraints,
+                       std::string cache_salt) {
              Request request;
              request.prompt = std::move(prompt);
              request.sampling.temperature = temperature;
@@ -49,6 +50,7 @@ void register_request(py::module_& module) {
              request.keeps_logits_on_device = keeps_logits_on_device;
              request.num_resumed_tokens = num_resumed_tokens;
              request.num_speculative_tokens = num_speculative_tokens;
+             request.speculative_method = std::move(speculative_method);
              for (const py::object& constraint : constraints) {
                request.constraints.push_back(make_constraint(constraint));
              }
@@ -67,7 +69,7 @@ void register_request(py::module_& module) {
            py::arg("prompt_logprobs") = -1, py::arg("num_samples") = 1,
            py::arg("hidden_layers") = std::vector<int32_t>{},
            py::arg("keeps_logits_on_device") = false, py::arg("num_resumed_tokens") = 0,
-           py::arg("num_speculative_tokens") = -1,
+           py::arg("num_speculative_tokens") = -1, py::arg("speculative_method") = "",
            py::arg("constraints") = std::vector<py::object>{}, py::arg("cache_salt") = "",
            R"doc(Stores the values, which are checked when the request is added.
 
@@ -102,6 +104,7 @@ Args:
         of this request, which goes on after them; less than the prompt and less than max_tokens.
     num_speculative_tokens: Most drafts that are verified at once, 0 (plain decoding) to the
         executor's; -1 = as many as the executor's.
+    speculative_method: The method that may draft, of those of the executor; "" = all.
     constraints: One object for each sample, or none. Its method `constrain(emitted, drafts,
         max_drafts, masks)` gets the output tokens since the last call, the proposed drafts, the
         largest number of drafts, and the address of max_drafts + 1 masks of

@@ -71,6 +71,14 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
   dict["num_accepted_tokens"] = stats.num_accepted_tokens;
   dict["drafted_per_position"] = stats.drafted_per_position;
   dict["accepted_per_position"] = stats.accepted_per_position;
+  py::dict methods;
+  for (const ExecutorStats::Method& method : stats.methods) {
+    methods[py::str(method.name)] =
+        py::dict(py::arg("num_drafts") = method.num_verify_windows,
+                 py::arg("num_draft_tokens") = method.num_draft_tokens,
+                 py::arg("num_accepted_tokens") = method.num_accepted_tokens);
+  }
+  dict["methods"] = std::move(methods);
   dict["num_target_mixture_layers"] = stats.num_target_mixture_layers;
   dict["num_target_experts_hit"] = stats.num_target_experts_hit;
   dict["num_draft_mixture_layers"] = stats.num_draft_mixture_layers;

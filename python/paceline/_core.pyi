@@ -207,6 +207,7 @@ class Request:
         keeps_logits_on_device: bool = False,
         num_resumed_tokens: int = 0,
         num_speculative_tokens: int = -1,
+        speculative_method: str = "",
         constraints: Sequence[_Constraint] = ...,
         cache_salt: str = "",
     ) -> None: ...
@@ -232,6 +233,8 @@ class RequestEvent:
     def num_drafted(self) -> int: ...
     @property
     def num_accepted(self) -> int: ...
+    @property
+    def drafter(self) -> str: ...
     @property
     def counters(self) -> _Counters: ...
     @property

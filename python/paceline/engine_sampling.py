@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.checks import check_text, shorten
+from paceline.checks import check_text, quoted, shorten
 from paceline.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_INT, MAX_STOP_TOKEN_IDS
 from paceline.sampling import SamplingParams
 from paceline.token_bound import min_num_tokens
@@ -76,7 +76,7 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
         arguments["bad_words"] = bad_words
     if allowed:
         arguments["allowed_token_ids"] = allowed
-    for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
+    for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens", "speculative_method"):
         value = getattr(params, name)
         if value is not None:
             arguments[name] = value
@@ -96,6 +96,22 @@ def check_num_speculative_tokens(params: SamplingParams, k: int) -> None:
     raise ValueError(
         f"num_speculative_tokens is {given}; allowed: 0 to {k}, the num_speculative_tokens of "
         "speculative_config, or a larger one there"
+    )
+
+
+def check_speculative_method(params: SamplingParams, methods: tuple[str, ...]) -> None:
+    """Raises ValueError if the method that shall draft is none of those of the engine."""
+    given = params.speculative_method
+    if given is None or given in methods:
+        return
+    if not methods:
+        raise ValueError(
+            f"speculative_method is {given!r}, but there is no drafter; allowed: None, or a "
+            "speculative_config that names one"
+        )
+    raise ValueError(
+        f"speculative_method is {given!r}, which is not a method of this LLM; allowed: "
+        f"{quoted(methods)}, or None for all"
     )
 
 

@@ -120,7 +120,11 @@ class RequestMetrics:
             - num_spec_tokens: k: the request's own `SamplingParams.num_speculative_tokens`, or
               that of the engine.
             - mean_draft_length: verified drafts per iteration with drafts: the k that was used.
-            - drafter: the method that drafted, such as "eagle3".
+            - drafter: the method that drafted, such as "eagle3". With prompt lookup in front of
+              it, that of the model, unless the request chose a method.
+            - drafters {method: {num_spec_steps, num_draft_tokens, num_accepted_draft_tokens}}: the
+              three counts for each method whose drafts were verified. Two have some where prompt
+              lookup stands in front of a model, and where the drafter has changed.
 
             After a stop string the counters include the tokens that the engine generated beyond the
             output.
@@ -288,6 +292,7 @@ def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def speculative_metrics(
     counters: dict[str, Any],
     histogram_by_draft_length: dict[int, list[int]],
+    drafts_by_method: Mapping[str, Sequence[int]],
     num_spec_tokens: int,
     drafter: str | None,
 ) -> dict[str, Any]:
@@ -297,6 +302,8 @@ def speculative_metrics(
         counters: `RequestEvent.counters` of the last events, summed over all outputs.
         histogram_by_draft_length: For each number d of verified drafts, the iterations by number of
             accepted drafts [d + 1].
+        drafts_by_method: For each method that drafted, the iterations, and the verified and the
+            accepted drafts.
         num_spec_tokens: k.
         drafter: The method that drafted.
 
@@ -327,6 +334,18 @@ def speculative_metrics(
             else None
         ),
         "drafter": drafter,
+        "drafters": {
+            method: drafter_counts(*row) for method, row in sorted(drafts_by_method.items())
+        },
+    }
+
+
+def drafter_counts(num_steps: int, num_drafted: int, num_accepted: int) -> dict[str, int]:
+    """Returns what became of the drafts of one method, with the names of `acceptance`."""
+    return {
+        "num_spec_steps": num_steps,
+        "num_draft_tokens": num_drafted,
+        "num_accepted_draft_tokens": num_accepted,
     }
 
 

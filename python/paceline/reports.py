@@ -11,7 +11,7 @@ from paceline.config import DTYPES, LOAD_FORMATS
 from paceline.device import usable_devices
 from paceline.loader import ARCHITECTURES
 from paceline.metrics import used_share
-from paceline.outputs import acceptance
+from paceline.outputs import acceptance, drafter_counts
 from paceline.sampling import SamplingParams
 
 
@@ -105,6 +105,12 @@ def engine_stats(
                 drafted_per_position=stats["drafted_per_position"],
                 accepted_per_position=stats["accepted_per_position"],
             ),
+            "drafters": {
+                method: drafter_counts(
+                    of["num_drafts"], of["num_draft_tokens"], of["num_accepted_tokens"]
+                )
+                for method, of in stats["methods"].items()
+            },
             "adaptive": _adaptive(stats) if stats["is_adaptive"] else None,
         },
     }

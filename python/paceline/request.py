@@ -106,6 +106,8 @@ class Request:
         self.num_first_tokens = 0
         self.steps: list[Step] = []  # with a capture
         self.histogram_by_draft_length: dict[int, list[int]] = {}
+        # By method: iterations with drafts, verified and accepted drafts.
+        self.drafts_by_method: dict[str, list[int]] = {}
         self.last_event: _core.RequestEvent | None = None
         self._stop_token_ids = frozenset(sampling.get("stop_token_ids", ()))
         self._stop_filter: StopStringFilter | None = None
@@ -141,6 +143,10 @@ class Request:
                 event.num_drafted, [0] * (event.num_drafted + 1)
             )
             row[event.num_accepted] += 1
+            counted = self.drafts_by_method.setdefault(event.drafter, [0, 0, 0])
+            counted[0] += 1
+            counted[1] += event.num_drafted
+            counted[2] += event.num_accepted
 
     def push(self, event: _core.RequestEvent) -> tuple[list[int], str]:
         """Adds the tokens of an event, up to the one that completes a stop string.
@@ -436,6 +442,11 @@ def _metrics(samples: Sequence[Request]) -> RequestMetrics:
         for length, row in sample.histogram_by_draft_length.items():
             total = histogram_by_draft_length.setdefault(length, [0] * len(row))
             histogram_by_draft_length[length] = [a + b for a, b in zip(total, row, strict=True)]
+    drafts_by_method: dict[str, list[int]] = {}
+    for sample in samples:
+        for method, row in sample.drafts_by_method.items():
+            total = drafts_by_method.setdefault(method, [0, 0, 0])
+            drafts_by_method[method] = [a + b for a, b in zip(total, row, strict=True)]
     counters = added_counters([dict(event.counters) for event in events])
     k = len(counters["drafted_per_position"])  # the largest that the request has run with
     return RequestMetrics(
@@ -448,5 +459,7 @@ def _metrics(samples: Sequence[Request]) -> RequestMetrics:
         tokens_per_second=rate,
         speculative_decoding=None
         if not k
-        else speculative_metrics(counters, histogram_by_draft_length, k, samples[0].drafter),
+        else speculative_metrics(
+            counters, histogram_by_draft_length, drafts_by_method, k, samples[0].drafter
+        ),
     )

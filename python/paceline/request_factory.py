@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from paceline.default_params import default_params
 from paceline.detokenizer import IncrementalDetokenizer
-from paceline.engine_sampling import check_num_speculative_tokens, engine_arguments
+from paceline.engine_sampling import (
+    check_num_speculative_tokens,
+    check_speculative_method,
+    engine_arguments,
+)
 from paceline.grammar import Grammars
 from paceline.limits import MAX_SEED
 from paceline.logprobs import LogprobReader, check_logprobs
@@ -42,7 +46,7 @@ class RequestFactory:
         max_logprobs: int,
         num_speculative_tokens: int,
         seed: int,
-        drafter: str | None = None,
+        methods: tuple[str, ...] = (),
         receipts: Receipts,
     ) -> None:
         """Starts with number 0.
@@ -53,7 +57,7 @@ class RequestFactory:
             max_logprobs: Largest number of logprobs of a request.
             num_speculative_tokens: k; 0 without a drafter.
             seed: Base seed for requests without a seed.
-            drafter: The method that drafts; None without one.
+            methods: The methods that draft, the model's first; see `SpeculativeConfig.methods`.
             receipts: Makes the receipts.
         """
         self.capture: Capture | None = None  # of the requests that are prepared from now on
@@ -62,15 +66,15 @@ class RequestFactory:
         self._max_logprobs = max_logprobs
         self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
-        self._drafter = drafter
+        self._methods = methods
         self.receipts = receipts
         self.grammars = Grammars(target)
         self._numbering = threading.Lock()
         self._num_outputs = 0  # of the requests so far
 
-    def set_drafter(self, method: str | None, k: int) -> None:
-        """Sets what later requests draft with: the method, or None, and its k."""
-        self._drafter = method
+    def set_drafter(self, methods: tuple[str, ...], k: int) -> None:
+        """Sets what later requests draft with: the methods, and k."""
+        self._methods = methods
         self._num_speculative_tokens = k
 
     def prepare(
@@ -104,6 +108,7 @@ class RequestFactory:
             )
             check_logprobs(param, self._max_logprobs)
             check_num_speculative_tokens(param, self._num_speculative_tokens)
+            check_speculative_method(param, self._methods)
             arguments = engine_arguments(param, self._target)
             if salt := cache_salt_of(prompt):
                 arguments["cache_salt"] = salt
@@ -129,7 +134,7 @@ class RequestFactory:
                 grammar=compiled,
                 receipt=receipt,
                 sample=sample,
-                drafter=self._drafter,
+                drafter=param.speculative_method or next(iter(self._methods), None),
                 capture=self.capture,
             )
             for index, (text, token_ids, param, sampling, compiled, receipt) in enumerate(checked)

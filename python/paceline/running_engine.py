@@ -132,7 +132,7 @@ class RunningEngine:
             max_logprobs=config.max_logprobs,
             num_speculative_tokens=self._num_speculative_tokens or 0,
             seed=config.seed,
-            drafter=None if speculative is None else speculative.method,
+            methods=() if speculative is None else speculative.methods,
             receipts=Receipts(
                 target,
                 self._chat_templates,
@@ -216,7 +216,8 @@ class RunningEngine:
             - ranks: the memory of each rank, as in `memory_report`; one without ranks.
             - speculative_decoding: None without it. Otherwise a dict with num_spec_tokens (k),
               num_spec_steps, num_draft_tokens, num_accepted_draft_tokens, mean_acceptance_length,
-              draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`; and
+              draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`;
+              "drafters", the first three counts by method, as there; and
               "adaptive", None or a dict with the choice of the number of drafts and what it follows
               from: num_drafts now, by_num_drafts, acceptance and costs (docs/adaptive.md).
 

@@ -378,8 +378,8 @@ class RunningLLM(RunningEngine):
                 {} if speculative is None else speculative_options(speculative),
             )
             self.speculative_config, self.draft = speculative, loaded
-            method = None if speculative is None else speculative.method
-            self._requests.set_drafter(method, self._num_speculative_tokens or 0)
+            methods = () if speculative is None else speculative.methods
+            self._requests.set_drafter(methods, self._num_speculative_tokens or 0)
 
     def update_drafter(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces the weights of the drafter in place, between two iterations, while requests run.

@@ -15,10 +15,12 @@ from paceline.checks import (
     check_int,
     check_text,
     check_unknown,
+    quoted,
     shorten,
     wrong_type,
     wrong_value,
 )
+from paceline.speculative_fields import METHODS
 from paceline.structured_outputs import StructuredOutputsParams
 
 #: The value of `SamplingParams.receipt` for a receipt that shows its inputs.
@@ -89,6 +91,10 @@ class SamplingParams:
         num_speculative_tokens: Most drafts that an iteration verifies for the request, 0 (plain
             decoding) to k. With "coupled", the default `rejection_sample_method`, it changes times
             and no token; see docs/sampling.md for "standard" and "block". None = k.
+        speculative_method: Which of the LLM's methods may draft for the request, where prompt
+            lookup stands in front of a model: "ngram" for prompt lookup alone, or the model's
+            method, such as "eagle3", for the model alone. It changes times and no token. None = all
+            of them.
         structured_outputs: What the output must look like: `StructuredOutputsParams`, or a mapping
             with its parameters. The output ends when that is complete, so `max_tokens` must
             suffice. Requires the package llguidance.
@@ -125,6 +131,7 @@ class SamplingParams:
     skip_special_tokens: Final[bool]
     spaces_between_special_tokens: Final[bool]
     num_speculative_tokens: Final[int | None]
+    speculative_method: Final[str | None]
     structured_outputs: Final[StructuredOutputsParams | None]
     return_token_sources: Final[bool]
 
@@ -156,6 +163,7 @@ class SamplingParams:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         num_speculative_tokens: int | None = None,
+        speculative_method: str | None = None,
         structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
         return_token_sources: bool = False,
         **unknown: Never,
@@ -210,6 +218,7 @@ class SamplingParams:
             else check_int(
                 "num_speculative_tokens", num_speculative_tokens, 0, limits.MAX_SPECULATIVE_TOKENS
             ),
+            "speculative_method": _check_method(speculative_method),
             "structured_outputs": StructuredOutputsParams.of(structured_outputs),
             "return_token_sources": check_bool("return_token_sources", return_token_sources),
         }
@@ -289,6 +298,12 @@ def _check_receipt(value: Any) -> bool | str:
     if isinstance(value, bool) or (isinstance(value, str) and value == WITH_TEXT):
         return value
     raise wrong_value("receipt", value, f"True, False or {WITH_TEXT!r}")
+
+
+def _check_method(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value in METHODS):
+        return value
+    raise wrong_value("speculative_method", value, f"None, or one of {quoted(METHODS)}")
 
 
 def _check_num_logprobs(name: str, value: Any) -> int | None:

@@ -56,6 +56,17 @@ class SpeculativeConfig(SpeculativeFields):
             raise lacks_k()
         return self.num_speculative_tokens
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that draft: `method`, and "ngram" if prompt lookup stands in front of it.
+
+        The method must be known.
+        """
+        if self.method is None:
+            return ()
+        is_in_front = self.has_model and self.prompt_lookup_max is not None
+        return (self.method, "ngram") if is_in_front else (self.method,)
+
     def completed(
         self, name: str, drafter: str | None = None, num_speculative_tokens: int | None = None
     ) -> SpeculativeConfig | None:

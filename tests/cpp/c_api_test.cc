@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -171,6 +172,7 @@ TEST_F(CApi, OptionsChooseHowToSpeculate) {
       o.adaptive_drafts = -1;
     });
     EXPECT_EQ(with.tokens, without.tokens);
+    EXPECT_EQ(with.drafters, std::set<std::string>{"draft_model"});
     EXPECT_GT(with.last.total_draft_tokens, 0);
     const int32_t drafts = k > 0 ? k : kNumSpeculativeTokens;
     EXPECT_LE(with.last.total_draft_tokens, with.last.total_iterations * drafts);
@@ -187,6 +189,8 @@ TEST_F(CApi, OptionsChooseHowToSpeculate) {
     o.draft_driver = "replay";
   });
   EXPECT_EQ(lookup.tokens, without.tokens);
+  EXPECT_EQ(lookup.drafters, std::set<std::string>{"ngram"});
+  EXPECT_EQ(without.drafters, std::set<std::string>{});
   const Output standard = run_with([](auto& o) {
     o.rejection_sample_method = "standard";
     o.draft_sample_method = "greedy";

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "metadata/group_metadata.h"
@@ -42,6 +43,46 @@ TEST(RowOps, TheFirstPassSeesTheLastAcceptedAndTheNewToken) {
   EXPECT_EQ(window.rows.token_ids[1], 1);
   EXPECT_EQ(window.rows.positions[0], 6);
   EXPECT_EQ(window.rows.positions[1], 7);
+}
+
+TEST(RowOps, TheFirstPassBehindPromptLookupSeesAllThatTheWindowHasEmitted) {
+  const auto head = [](const int32_t* values) { return Tokens(values, values + 4); };
+  const auto assemble = [](Window& window, int32_t num_missed = 0) {
+    window.judge();
+    window.in.first_indptr[1] = window.in.counts->num_first_rows = num_missed + 4;
+    int32_t last_row = -1;
+    assemble_first_rows(window.ctx,
+                        {window.in, window.s, window.rows, FirstRows::kNewest, &window.result,
+                         &last_row, /*hidden_rows=*/nullptr, /*kept=*/{},
+                         /*follows_windows=*/true});
+    return last_row;
+  };
+  Window most({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1
+  EXPECT_EQ(assemble(most), 2);
+  EXPECT_EQ(head(most.rows.seq_slot), (Tokens{1, 1, 1, -1}));
+  EXPECT_EQ(head(most.rows.positions), (Tokens{5, 6, 7, 0}));
+  EXPECT_EQ(head(most.rows.token_ids), (Tokens{7, 8, 1, 0}));
+  Window all({7, 8, 9}, {7, 8, 9, 4});
+  EXPECT_EQ(assemble(all), 3);
+  EXPECT_EQ(head(all.rows.positions), (Tokens{5, 6, 7, 8}));
+  Window none({7, 8, 9}, {1, 8, 1, 4});  // the newest two, as without prompt lookup
+  EXPECT_EQ(assemble(none), 1);
+  EXPECT_EQ(head(none.rows.seq_slot), (Tokens{1, 1, -1, -1}));
+  EXPECT_EQ(head(none.rows.positions), (Tokens{4, 5, 0, 0}));
+  EXPECT_EQ(head(none.rows.token_ids), (Tokens{4, 1, 0, 0}));
+  Window missed({7, 8, 9}, {7, 1, 1, 4});  // and two tokens that it has missed
+  EXPECT_EQ(assemble(missed, 2), 3);
+  EXPECT_EQ(head(missed.rows.positions), (Tokens{3, 4, 5, 6}));
+  EXPECT_EQ(head(missed.rows.token_ids), (Tokens{3, 4, 7, 1}));
+  // A part of the missed tokens: the host says where it begins.
+  Window part({7, 8, 9}, {7, 8, 9, 4});
+  part.in.prefill_start[0] = 1;
+  EXPECT_EQ(assemble(part), 3);
+  EXPECT_EQ(head(part.rows.positions), (Tokens{1, 2, 3, 4}));
+  // A sequence that has ended has none.
+  Window ended({7, 8, 9}, {7, 8, 9, 4}, /*known_len=*/5, /*limit=*/6);
+  assemble(ended);
+  EXPECT_EQ(head(ended.rows.seq_slot), (Tokens{-1, -1, -1, -1}));
 }
 
 TEST(RowOps, TheFirstPassOfADraftHeadPairsEachRowWithTheTokenAfterIt) {
@@ -198,10 +239,12 @@ TEST(RowOps, AFixedDraftHeadStaysWhereItIsWhileItsDraftsGoOn) {
 
 TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   const auto propose = [](const Tokens& tokens, int32_t min, int32_t max, int32_t k,
-                          int32_t limit = kMaxLen, bool keeps_drafts = false) {
+                          int32_t limit = kMaxLen, bool keeps_drafts = false,
+                          int32_t sources = kAllSources) {
     Window window(Tokens(static_cast<size_t>(k), -1), {}, static_cast<int32_t>(tokens.size()),
                   limit);
     std::copy(tokens.begin(), tokens.end(), window.s.history + kMaxLen);
+    window.s.sources[1] = sources;
     propose_ngram(window.ctx, {.inputs = window.in,
                                .sequences = window.s,
                                .max_seqs = 1,
@@ -223,6 +266,29 @@ TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   // In front of a model: what a match gives, or the drafts that are there.
   EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4, kMaxLen, true), (Tokens{5}));
   EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4, kMaxLen, true), Tokens(4, -1));
+  // A sequence may have drafts of the one or the other alone.
+  const int32_t model = source_bit(DraftSource::kModel);
+  const int32_t lookup = source_bit(DraftSource::kLookup);
+  EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4, kMaxLen, true, lookup), (Tokens{5}));
+  EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4, kMaxLen, true, lookup), Tokens{});
+  EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4, kMaxLen, true, model), Tokens(4, -1));
+  EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4, kMaxLen, true, model), Tokens(4, -1));
+}
+
+TEST(RowOps, AWindowSaysWhereItsDraftsCameFrom) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});
+  EXPECT_EQ(window.judge().source, DraftSource::kModel);
+  Window matched({7, 7, 7}, {7, 7, 7, 7});
+  std::fill_n(matched.s.history + kMaxLen, 5, 7);
+  propose_ngram(matched.ctx, {.inputs = matched.in,
+                              .sequences = matched.s,
+                              .max_seqs = 1,
+                              .min_tokens = 1,
+                              .max_tokens = 3,
+                              .keeps_drafts = true});
+  EXPECT_EQ(matched.judge().source, DraftSource::kLookup);
+  // The next drafts are the model's, unless there is a match again.
+  EXPECT_EQ(matched.s.draft_source[1], static_cast<int32_t>(DraftSource::kModel));
 }
 
 TEST(RowOps, DraftsGoToTheColumnOfTheStepCounter) {

@@ -17,6 +17,7 @@ import assistant_pair
 import block_models
 import eagle_models
 import eagle_pair
+import receipt_jobs
 import tiny_models
 from assistant_models import AssistantSpec
 from block_models import BlockSpec
@@ -171,3 +172,19 @@ def allm(llm: LLM) -> Iterator[AsyncLLM]:
     yield made
     assert not made._session._by_name and not made._session._by_engine_id
     made.close()
+
+
+@pytest.fixture(scope="module")
+def digest_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keeps the digests of receipts in a folder of the tests."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "paceline" / "digests"
+
+
+@pytest.fixture(scope="module")
+def receipt_llm(digest_cache: Path) -> Iterator[LLM]:
+    """The target of `receipt_jobs`."""
+    with LLM(receipt_jobs.target_dir(), max_num_seqs=8, device="cpu") as llm:
+        yield llm

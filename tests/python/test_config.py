@@ -126,7 +126,8 @@ def test_ngram_refusals() -> None:
     config = NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 4}
     refuses(config, ValueError, "['prompt_lookup_min'] is 5", "1 to prompt_lookup_max = 4")
     refuses(NGRAM | {"model": "draft"}, ValueError, "['model'] is 'draft'", "no 'model'")
-    refuses(GOOD | {"prompt_lookup_max": 4}, ValueError, "is 4", "'draft_model'", "'ngram'")
+    custom = {"method": "custom", "drafter": len, "num_speculative_tokens": 2}
+    refuses(custom | {"prompt_lookup_max": 4}, ValueError, "is 4", "'custom'", "'ngram'")
     refuses({"method": "ngram"}, ValueError, "lacks 'num_speculative_tokens'")
 
 

@@ -49,8 +49,8 @@ OF_PYTHON: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 BETWEEN_KEYS: list[tuple[dict[str, Any], str]] = [
     (DRAFT | {"drafter": len}, "drafter"),
-    (DRAFT | {"prompt_lookup_min": 2}, "prompt_lookup_min"),
-    (DRAFT | {"prompt_lookup_max": 2}, "prompt_lookup_max"),
+    (CUSTOM | {"prompt_lookup_min": 2}, "prompt_lookup_min"),
+    (CUSTOM | {"prompt_lookup_max": 2}, "prompt_lookup_max"),
     (LOOKUP | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min"),
     (DRAFT | {"synthetic_acceptance_length": 2}, "synthetic_acceptance_length"),
     (

@@ -295,7 +295,8 @@ def test_a_request_may_have_fewer_drafts(path: str, server: RunningServer) -> No
     for k in (1, 3):
         same, (own, num_drafted) = text_and_drafts(speculative={"num_speculative_tokens": k})
         assert same == text and own == k and 0 < num_drafted <= k * 24
-    assert text_and_drafts(speculative={"enabled": True}) == (text, counted)
+    for given in ({"enabled": True}, {"method": "draft_model"}):
+        assert text_and_drafts(speculative=given) == (text, counted)
     for given, message in (
         ({"num_speculative_tokens": 5}, "num_speculative_tokens is 5; allowed: 0 to 4"),
         (
@@ -303,7 +304,14 @@ def test_a_request_may_have_fewer_drafts(path: str, server: RunningServer) -> No
             "num_speculative_tokens is '2' (str); allowed: an integer",
         ),
         ({"enabled": 1}, "enabled is 1; allowed: true or false"),
-        ({"k": 1}, "unknown field 'k'; allowed: enabled, num_speculative_tokens"),
+        ({"k": 1}, "unknown field 'k'; allowed: enabled, method, num_speculative_tokens"),
+        ({"method": "magic"}, "method is 'magic'; allowed: one of 'draft_model', 'eagle',"),
+        ({"method": ["ngram"]}, "method is ['ngram']; allowed: one of 'draft_model',"),
+        (
+            {"method": "ngram"},
+            "speculative_method is 'ngram', which is not a method of this LLM; allowed: "
+            "'draft_model', or None for all",
+        ),
         (False, "speculative is False; allowed: an object"),
     ):
         status, answer = server.ask(path, body | {"speculative": given})

@@ -74,6 +74,8 @@ def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
     ):
         for prefix in ("paceline_", "vllm:"):
             assert after[f"{prefix}spec_decode_{name}_total"] == engine[key] > 0
+        of_drafter = f"paceline_spec_decode_{name}_per_drafter_total{{drafter=draft_model}}"
+        assert after[of_drafter] == engine[key]
     for position, count in enumerate(engine["accepted_per_position"]):
         name = f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{position={position}}}"
         assert after[name] == count

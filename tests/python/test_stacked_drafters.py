@@ -5,13 +5,15 @@ the tokens of plain decoding."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, StreamChunk
 from paceline.speculative_config import SpeculativeConfig
+from tiny_models import TinySpec, make, perturbed_copy
 
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 4, "max_model_len": 160, "kv_cache_bytes": 16 << 20, "device": "cpu",
@@ -23,7 +25,7 @@ PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 3, 14, 15], [7, 8] * 6, [11, 12, 13], [21, 22
 PARAMS = [
     SamplingParams(temperature=i % 2, seed=i, max_tokens=60, ignore_eos=True) for i in range(4)
 ]
-KINDS = ["eagle", "eagle3", "gemma4_mtp", "dflash", "dspark"]
+KINDS = ["draft_model", "eagle", "eagle3", "gemma4_mtp", "dflash", "dspark"]
 
 
 def config_of(drafter: Path, driver: str = "unrolled", **keys: Any) -> dict[str, Any]:
@@ -87,13 +89,43 @@ def test_without_a_match_it_is_the_model_alone(
     assert found[0] == found[1]
 
 
-def test_refusals(pair_of: Callable[[str], tuple[Path, Path]]) -> None:
-    target, draft = pair_of("draft_model")
-    for given in (config_of(draft, prompt_lookup_max=3), config_of(draft, prompt_lookup_min=3)):
-        with pytest.raises(
-            ValueError, match=r"prompt_lookup_min.*'draft_model'.*only with 'ngram'"
-        ):
-            LLM(target, speculative_config=given, **ENGINE)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_a_draft_model_follows_the_drafts_of_the_lookup(family: str, tmp_path: Path) -> None:
+    """Its drafts are what it writes itself after the known tokens, whoever drafted those."""
+    target = make(TinySpec(family, seed=3, num_layers=4))
+    drafter = perturbed_copy(target, tmp_path / "draft", noise=0.1)
+    prompts = [[*prompt, i, 2 * i] for i, prompt in enumerate(PROMPTS * 3)]
+    # Low temperatures repeat themselves.
+    params = [
+        SamplingParams(temperature=i % 3 * 0.1, seed=i, max_tokens=100, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    num_looked_up = 0
+    windows: list[tuple[list[int], SamplingParams, StreamChunk]] = []
+    for driver in ("unrolled", "while"):
+        config = config_of(drafter, driver, prompt_lookup_min=1, prompt_lookup_max=2)
+        engine = {**ENGINE, "block_size": 4, "prefill_chunk_size": 7}
+        with LLM(target, speculative_config=config, **engine) as llm:
+            known = [list(prompt) for prompt in prompts]
+            for chunk in llm.stream(prompts, params):
+                tokens = known[chunk.index]
+                if chunk.num_drafted == K and not looked_up(tokens, 1, 2):
+                    windows.append((list(tokens), params[chunk.index], chunk))
+                elif chunk.num_drafted:
+                    num_looked_up += chunk.num_accepted
+                tokens += chunk.token_ids
+            assert llm._executor.check_integrity() == ""
+    prefixes = [tokens for tokens, _, _ in windows]
+    params = [replace(of, max_tokens=K) for _, of, _ in windows]
+    with LLM(drafter, **ENGINE) as alone:
+        drafts = [output.outputs[0].token_ids for output in alone.generate(prefixes, params)]
+    for proposed, (_, _, chunk) in zip(drafts, windows, strict=True):
+        same = [a == b for a, b in zip(proposed, chunk.token_ids, strict=False)]
+        assert chunk.num_accepted == [*same, False].index(False)
+    assert len(windows) > 500 and num_looked_up > 15
+
+
+def test_refusals() -> None:
     for method in ("standard", "block"):
         with pytest.raises(ValueError, match=r"prompt_lookup_max.* is 3.*do not have.*'coupled'"):
             SpeculativeConfig(

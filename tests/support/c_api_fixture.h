@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,7 @@ class CApi : public ::testing::Test {
     std::vector<int32_t> tokens;
     paceline_event last = {};
     std::string error;
+    std::set<std::string> drafters;
   };
   // Runs a request to its end. Returns its samples.
   std::map<int32_t, Output> run(const paceline_sampling& sampling) {
@@ -63,6 +65,8 @@ class CApi : public ::testing::Test {
       Output& output = outputs[event.sample];
       output.tokens.insert(output.tokens.end(), event.token_ids,
                            event.token_ids + event.num_tokens);
+      EXPECT_EQ(event.drafter != nullptr, event.num_draft_tokens > 0);
+      if (event.drafter != nullptr) output.drafters.insert(event.drafter);
       if (event.finish_reason == PACELINE_FINISH_NONE) continue;
       output.last = event;
       output.error = event.error != nullptr ? event.error : "";

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests in the shards of a capture."""
+"""Captures of an LLM: making one, and the requests in its shards."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors import safe_open
 
-from paceline.capture import FINISH_REASONS, Step
+from paceline import LLM
+from paceline.capture import FINISH_REASONS, Capture, Step
+from running_server import RunningServer
+from time_limits import HANG_LIMIT_S
+
+#: Room for a few of the sequences that run at once, so that some are preempted.
+SMALL: dict[str, Any] = {
+    "device": "cpu", "max_num_seqs": 8, "max_model_len": 512, "show_progress": False,
+    "kv_cache_bytes": 512 << 10, "block_size": 16,
+}  # fmt: skip
 
 
 class CapturedOutput(NamedTuple):
@@ -83,3 +95,38 @@ def parts(tensors: dict[str, Any], values: str, offsets: str) -> list[list[int]]
     bounds = tensors[offsets]
     assert bounds[0] == 0 and bounds[-1] == len(tensors[values])
     return [tensors[values][a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@contextmanager
+def capturing(llm: LLM, folder: Path, **options: Any) -> Iterator[Capture]:
+    """A capture of an LLM that other tests use too."""
+    capture = llm.start_capture(folder, **options)
+    try:
+        yield capture
+    finally:
+        capture.close()
+        llm._requests.capture = None
+
+
+def wait_for(capture: Capture, state: str) -> dict[str, Any]:
+    """Waits until the capture has ended by itself, and has logged why."""
+    capture._thread.join(HANG_LIMIT_S)
+    stats = capture.stats()
+    assert stats["state"] == state
+    return stats
+
+
+def capture_figures(server: RunningServer) -> dict[str, float]:
+    """The figures of the capture, by name and further label."""
+    with server.send("/metrics") as response:
+        text = response.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("paceline_capture"):
+                labels = [
+                    f"{key}={value}" for key, value in sample.labels.items() if key != "model"
+                ]
+                shown = f"{{{','.join(labels)}}}" if labels else ""
+                found[sample.name.removeprefix("paceline_") + shown] = sample.value
+    return found

@@ -39,11 +39,14 @@ struct Window {
          .history_stride = kMaxLen,
          .draft_tokens = ints(2 * k),
          .draft_len = ints(2),
+         .sources = ints(2),
+         .draft_source = ints(2),
          .num_draft_tokens = k};
     s.known_len[1] = known_len;
     s.limit[1] = limit;
     s.max_drafts[1] = k;
     s.is_active[1] = 1;
+    s.sources[1] = kAllSources;
     s.draft_len[1] = std::min(k, limit - known_len);
     for (int32_t t = 0; t < known_len; ++t) s.history[kMaxLen + t] = t;
     std::copy(drafts.begin(), drafts.end(), s.draft_tokens + k);

@@ -71,6 +71,8 @@ class World {
             .history_stride = kMaxLen,
             .draft_tokens = at.get<int32_t>(draft_tokens_),
             .draft_len = at.get<int32_t>(draft_len_),
+            .sources = at.get<int32_t>(sources_),
+            .draft_source = at.get<int32_t>(draft_source_),
             .num_draft_tokens = s_.num_draft_tokens};
   }
 
@@ -394,6 +396,12 @@ class World {
     draft_tokens_ = ints("draft_tokens", drafts_);
     draft_len_ = ints("draft_len", draft_lens);
     draft_lens_ = draft_lens;
+    std::vector<int32_t> sources(size);
+    std::vector<int32_t> draft_sources(size);
+    for (int32_t& of : sources) of = stream_.one_in(2) ? kAllSources : stream_.below(kAllSources);
+    for (int32_t& source : draft_sources) source = stream_.below(kNumDraftSources);
+    sources_ = ints("sources", sources);
+    draft_source_ = ints("draft_source", draft_sources);
   }
 
   StateSpec s_;
@@ -405,7 +413,7 @@ class World {
   Handle num_seqs_, counts_, batch_slot_, kind_, prefill_start_, next_token_, num_drafts_,
       verify_indptr_, first_indptr_, logit_indptr_, prefill_tokens_;
   Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
-      draft_len_, max_drafts_;
+      draft_len_, max_drafts_, sources_, draft_source_;
 };
 
 }  // namespace paceline::testing

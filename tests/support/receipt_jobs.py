@@ -15,6 +15,7 @@ import tiny_models
 from equality_jobs import random_sampling
 from paceline import LLM, SamplingParams
 from paceline.receipts.receipt import Receipt, chain_of, edited_part
+from paceline.receipts.replay import Verdict, verify
 from tiny_models import TinySpec
 
 TEMPERATURES = (0.0, 0.5, 1.0, 1.6)
@@ -30,9 +31,27 @@ TARGET = TinySpec("gemma3", seed=3, vocab_size=VOCAB, eos_token_id=0, tokenizer_
 HIDDEN = {"stop", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs"}
 
 
+#: A request with a receipt, where any will do.
+PROMPT = [5, 6, 7, 8]
+PARAMS = SamplingParams(max_tokens=12, seed=7, receipt="with_text")
+
+
 def target_dir() -> Path:
     """The folder of the target."""
     return tiny_models.make(TARGET)
+
+
+def receipt_of(llm: LLM, params: SamplingParams = PARAMS, prompt: Any = PROMPT) -> Receipt:
+    """The receipt of the first output of a request."""
+    receipt = llm.generate(prompt, params)[0].outputs[0].receipt
+    assert receipt is not None
+    return receipt
+
+
+def verdict_of(llm: LLM, receipt: Any, **options: Any) -> Verdict:
+    """What a replay of one receipt says."""
+    (verdict,) = verify(llm, [("r", receipt)], **options)
+    return verdict
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class RejectionRig {
          .history_stride = 0,
          .draft_tokens = ints(int64_t{n} * k),
          .draft_len = ints(n),
+         .draft_source = ints(n),
          .num_draft_tokens = k};
     in = {.counts = &counts,
           .seq_slot = ints(n),

@@ -308,6 +308,10 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
       if (kind == RowKind::kPrefillFinal) ++end;
       if (is_decode) begin = slot.known_len - 2, end = slot.known_len;
       num_expected = end - begin;
+      if (is_decode && script_.follows_windows) {
+        begin = slot.known_len - std::max(2, result.emitted_len);
+        num_expected = std::max(2, num_verified);
+      }
     } else if (is_decode) {
       begin = slot.known_len - result.emitted_len - 1;
       end = slot.known_len - 1;
@@ -343,7 +347,9 @@ void SimulatedDevice::draft_steps(Slot& slot) {
   if (looks_up) return;
   // The first pass has drafted one token; every step writes the KV of one row and drafts another.
   const bool is_window = script_.first_rows == FirstRows::kWindow;
-  const int32_t num_right = is_window ? 0 : slot.owner.output->num_right(slot.known_len, k_);
+  // What the drafter has written itself is wrong where the first pass writes it again.
+  const bool is_rewritten = is_window || script_.follows_windows;
+  const int32_t num_right = is_rewritten ? 0 : slot.owner.output->num_right(slot.known_len, k_);
   const int32_t first = slot.known_len - (is_window ? 1 : 0);
   int32_t num_steps = 0;
   while (num_steps + 1 < longest && slot.known_len + num_steps + 1 < slot.limit) ++num_steps;

@@ -40,6 +40,7 @@ class Simulation {
               .max_logit_rows = options_.max_num_seqs * width + options_.max_score_rows,
               .num_draft_tokens = options_.num_draft_tokens,
               .first_rows = script.first_rows,
+              .follows_windows = script.follows_windows,
               .max_prompt_rows = options_.max_score_rows,
               .max_logprobs = 1,
               .max_adopted_tokens = options_.max_adopted_tokens};

@@ -50,6 +50,7 @@ struct SimulationScript {
   uint64_t seed = 0;
   SchedulerOptions options;
   FirstRows first_rows = FirstRows::kNone;
+  bool follows_windows = false;  // see BatchShape
   int32_t block_size = 1;
   std::vector<KvLayerShape> target;
   std::vector<KvLayerShape> draft;

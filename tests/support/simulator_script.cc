@@ -256,11 +256,12 @@ std::string SimulationScript::text() const {
       << options.prefill_chunk_size << ", max_score_rows " << options.max_score_rows
       << ", num_draft_tokens " << options.num_draft_tokens << ", max_in_flight "
       << options.max_in_flight << ", first_rows " << static_cast<int32_t>(first_rows)
-      << ", prefix cache " << options.enable_prefix_caching << ", max_adopted_tokens "
-      << options.max_adopted_tokens << ", block_size " << block_size << ", num_slabs " << num_slabs
-      << ", percent_early " << percent_early << ", draft_schedule_seed " << draft_schedule_seed
-      << ", least_prompt_rows " << least_prompt_rows << ", max_missed " << options.max_missed
-      << ", may_miss_prompts " << options.may_miss_prompts << "\n";
+      << (follows_windows ? " (follows windows)" : "") << ", prefix cache "
+      << options.enable_prefix_caching << ", max_adopted_tokens " << options.max_adopted_tokens
+      << ", block_size " << block_size << ", num_slabs " << num_slabs << ", percent_early "
+      << percent_early << ", draft_schedule_seed " << draft_schedule_seed << ", least_prompt_rows "
+      << least_prompt_rows << ", max_missed " << options.max_missed << ", may_miss_prompts "
+      << options.may_miss_prompts << "\n";
   const KvLayout planned = layout();
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];
@@ -314,6 +315,7 @@ SimulationScript make_script(uint64_t seed) {
   vary_drafts(script);
   const uint64_t rows = mix(seed + 78);
   if (rows % 3 == 0) script.least_prompt_rows = 1 + static_cast<int32_t>(rows / 3 % 12);
+  script.follows_windows = script.first_rows == FirstRows::kNewest && mix(seed + 83) % 2 == 0;
   // A draft head, or a block drafter, whose KV does not depend on the next token.
   script.options.follows_hidden = script.first_rows == FirstRows::kWindow;
   script.options.kv_lookahead = script.options.follows_hidden && mix(seed + 79) % 3 > 0 ? 1 : 0;

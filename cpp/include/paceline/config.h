@@ -75,9 +75,9 @@ struct SpeculativeOptions {
   DraftSampleMethod draft_sample_method = DraftSampleMethod::kProbabilistic;
   // Prompt lookup. The drafts are the k tokens that followed the earlier occurrence of a sequence's
   // last n tokens, for the largest n in [prompt_lookup_min, prompt_lookup_max] with such an
-  // occurrence. Without a drafter the method is "ngram". Beside a draft head, whose drafts these
-  // replace where there are any, it needs kCoupled. Both 0: off; otherwise 1 <= prompt_lookup_min
-  // <= prompt_lookup_max.
+  // occurrence. Without a drafter the method is "ngram". Beside a model, whose drafts these replace
+  // where there are any, it needs kCoupled. Both 0: off; otherwise 1 <= prompt_lookup_min <=
+  // prompt_lookup_max.
   int32_t prompt_lookup_min = 0;
   // See prompt_lookup_min; at most 256. A longer n-gram would seldom match and never help.
   int32_t prompt_lookup_max = 0;
@@ -291,9 +291,11 @@ template <class Visit>
 void visit_methods(const SpeculativeOptions& o, const Visit& visit) {
   visit("drafter", o.drafter, "", "'custom'");
   visit("prompt_lookup_min", o.prompt_lookup_min, "",
-        "'ngram', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
+        "'ngram', 'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', "
+        "'dspark'");
   visit("prompt_lookup_max", o.prompt_lookup_max, "",
-        "'ngram', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
+        "'ngram', 'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', "
+        "'dspark'");
   visit("draft_stop_threshold", o.draft_stop_threshold, "whose drafts have no probability",
         "'draft_model', 'eagle', 'eagle3', 'mtp', 'gemma4_mtp', 'dflash', 'dflash2', 'dspark'");
   visit("draft_position", o.draft_position, "whose drafts have one position each", "'gemma4_mtp'");

@@ -88,6 +88,15 @@ struct ExecutorStats {
   int64_t num_accepted_tokens = 0;
   std::vector<int64_t> drafted_per_position;   // [k] number of times that draft i was verified
   std::vector<int64_t> accepted_per_position;  // [k] number of times that draft i was accepted
+  // The same three counts by the method that made the drafts: those that the executor has or had.
+  // Two of them have counts where prompt lookup stands in front of a model.
+  struct Method {
+    std::string name;
+    int64_t num_verify_windows = 0;
+    int64_t num_draft_tokens = 0;
+    int64_t num_accepted_tokens = 0;
+  };
+  std::vector<Method> methods;
   // For a model with a mixture of experts, else 0: mixture layers that ran in its passes, and the
   // experts that had rows in them, added up. Divide the second by the first for the experts that a
   // layer reads.

@@ -206,6 +206,9 @@ typedef struct paceline_event {
   int64_t arrival_us;      // the request was queued
   int64_t first_token_us;  // the first output token was emitted; 0 without one
   int64_t finish_us;       // the sample ended
+  // In every event: the method that made its drafts, such as "ngram"; null without drafts. It stays
+  // valid.
+  const char* drafter;
 } paceline_event;
 
 // Sets *event to the next event. Without one it waits up to timeout_ms milliseconds; 0 does not

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <paceline/device.h>
@@ -97,6 +98,11 @@ struct Request {
   // AcceptMethod::kCoupled it changes no token; with kStandard and kBlock it changes what a seed
   // gives, but not its distribution.
   int32_t num_speculative_tokens = -1;
+  // The method that may draft for the request, of those of the engine: "ngram" for prompt lookup in
+  // front of a model alone, or the model's method for the model alone. Empty: all of them. As
+  // num_speculative_tokens, it changes no token. After a change of the drafter to one without this
+  // method, the request goes on without drafts.
+  std::string speculative_method;
   // Not empty: one for each sample, which may emit only what its constraint allows. Not allowed
   // with score_prompt, hidden_layers and AcceptMethod::kSynthetic.
   std::vector<std::shared_ptr<TokenConstraint>> constraints;
@@ -146,7 +152,9 @@ struct RequestEvent {
   std::string error;                                 // with kError: what happened
   int32_t num_drafted = 0;                           // drafts that this iteration verified
   int32_t num_accepted = 0;                          // verified drafts that it accepted
-  SpeculationCounters counters;                      // totals of the sample; in the last event only
+  // The method that made these drafts, such as "ngram": a literal. Empty without drafts.
+  std::string_view drafter;
+  SpeculationCounters counters;  // totals of the sample; in the last event only
   // Prompt tokens whose KV was taken over from the prefix cache or from another sample of the
   // request, instead of being computed, when the sample first ran; in the last event only.
   int32_t num_cached_tokens = 0;

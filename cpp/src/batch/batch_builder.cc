@@ -34,6 +34,7 @@ int32_t num_first_rows(const PlannedSequence& planned, const IterationPlan& plan
         return shape.first_rows == FirstRows::kWindow && plan.has_prefill ? planned.num_rows : 0;
       }
       if (planned.catch_up_start != kNoPart) return planned.num_missed;
+      if (shape.follows_windows) return planned.num_missed + std::max(planned.num_rows, 2);
       return planned.num_missed + (shape.first_rows == FirstRows::kWindow
                                        ? planned.num_rows
                                        : shape.first_rows_per_decode(num_drafts));
@@ -77,6 +78,7 @@ SequenceReset reset_of(const Sequence& sequence, const InputCapacity& capacity,
   SequenceReset reset{.seq_slot = sequence.seq_slot,
                       .limit = sequence.limit,
                       .seed = s.seed,
+                      .sources = sequence.sources,
                       .temperature = static_cast<float>(s.temperature),
                       .num_stop_ids = static_cast<int32_t>(s.stop_token_ids.size()),
                       .adjusts = adjusts(sequence) ? 1 : 0,

@@ -278,6 +278,7 @@ paceline_event c_event(const RequestEvent& event) {
   to.arrival_us = event.arrival_us;
   to.first_token_us = event.first_token_us;
   to.finish_us = event.finish_us;
+  to.drafter = event.drafter.empty() ? nullptr : event.drafter.data();  // ends with a null
   return to;
 }
 

@@ -66,6 +66,7 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
   if (options.poisons_freed_blocks) {
     pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
   }
+  statistics_.add_methods(options.methods);
   publish_usage();
   prefix_counts_at_reset_ = usage_.prefix_counts;
   thread_ = start_thread("the thread of the engine", [this] { loop(); });
@@ -265,7 +266,7 @@ void Engine::read_oldest() {
     deliver();
     const Runner::Timing timing = runner_->timing(iteration);
     last_iteration_us_ = timing.us;
-    statistics_.add(statistics, timing);
+    statistics_.add(statistics, timing, options_.methods);
     observe(launched, observed, timing);
     const int64_t now = now_us();
     statistics_.add_host_time(now - start);
@@ -301,7 +302,8 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
                          .logprobs = logprobs.emitted(i, result),
                          .prompt_logprobs = std::exchange(sequence.prompt_logprobs, nullptr),
                          .num_drafted = result.drafted_len,
-                         .num_accepted = result.accepted_len});
+                         .num_accepted = result.accepted_len,
+                         .drafter = result.drafted_len > 0 ? method_of(result.source) : ""});
   }
   scheduler_.advance(sequence, launch, result.outcome);
   if (has_ended) {

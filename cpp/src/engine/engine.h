@@ -22,6 +22,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -42,6 +43,7 @@
 #include "tuning/draft_chooser.h"
 #include "tuning/draft_schedule.h"
 #include "wire/batch_shape.h"
+#include "wire/draft_source.h"
 #include "wire/sequence_result.h"
 
 namespace paceline {
@@ -69,6 +71,7 @@ struct EngineOptions {
   double log_interval_s = 0;
   double hang_timeout_s = 0;                  // 0: none
   std::shared_ptr<HostDrafter> host_drafter;  // null: the device drafts
+  SourceMethods methods;                      // that draft
   WindowMakerOptions windows;
   bool allows_constraints = true;
   bool is_adaptive = false;
@@ -150,13 +153,17 @@ class Engine {
   };
 
   void check_request(const Request& request) const;
+  [[nodiscard]] std::string_view method_of(DraftSource source) const {
+    return options_.methods[static_cast<size_t>(source)];
+  }
   [[nodiscard]] SampleBounds sample_bounds() const {
     return {.max_model_len = options_.max_model_len,
             .vocab_size = options_.vocab_size,
             .hidden_size = options_.hidden_size,
             .device = options_.device,
             .num_draft_tokens = options_.shape.num_draft_tokens,
-            .host_drafter = options_.host_drafter};
+            .host_drafter = options_.host_drafter,
+            .methods = options_.methods};
   }
   // Runs `body` on the calling thread while the engine's thread rests, `lock` unlocked: once
   // nothing is in flight, or with `is_between` between two iterations. Throws as while_idle does.

@@ -22,6 +22,7 @@ void Engine::check_request(const Request& request) const {
                                     .num_streams = options_.num_streams,
                                     .max_logprobs = options_.shape.max_logprobs,
                                     .num_draft_tokens = options_.shape.num_draft_tokens,
+                                    .methods = options_.methods,
                                     .allows_constraints = options_.allows_constraints});
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
   const int64_t num_output = int64_t{request.sampling.max_tokens} - request.num_resumed_tokens;

@@ -95,6 +95,7 @@ double Engine::replace(EngineParts& parts, const std::function<void()>& on_repla
           " KiB has; the drafter has not changed. Wait until the request has ended, or start the "
           "engine with a larger kv_cache_bytes"));
     }
+    statistics_.add_methods(next.methods);
     scheduler_.restart(next.scheduler, pool);
     // Nothing throws from here on.
     std::swap(options_, parts.options);
@@ -107,7 +108,7 @@ double Engine::replace(EngineParts& parts, const std::function<void()>& on_repla
     usage_ = std::move(usage);
     newest_launched_ = newest_read_ = -1;
     last_num_drafts_ = -1;
-    for_each_open([&](Sequence& sequence) { sequence.max_drafts = sequence.wanted_drafts(k); });
+    for_each_open([&](Sequence& sequence) { sequence.set_drafter(k, options_.methods); });
     requeues_ = true;
     on_replaced();
     rest_us = now_us() - start;

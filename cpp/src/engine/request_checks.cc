@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/check.h"
@@ -86,6 +87,19 @@ void check_sampling(const SamplingOptions& s, int32_t vocab_size) {
   for (size_t i = 0; i < s.allowed_token_ids.size(); ++i) {
     check_token("allowed_token_ids", static_cast<int64_t>(i), s.allowed_token_ids[i], vocab_size);
   }
+}
+
+void check_method(const std::string& method, const SourceMethods& methods) {
+  if (method.empty() || sources_of(method, methods) != 0) return;
+  std::string names;
+  for (const std::string_view name : methods) {
+    if (!name.empty()) names += concat(names.empty() ? "'" : " or '", name, "'");
+  }
+  throw InvalidArgument(
+      concat("speculative_method is '", method.substr(0, 80), "', ",
+             names.empty() ? std::string("but there is no drafter; leave it out")
+                           : concat("which is not a method of this engine; allowed: ", names,
+                                    ", or leave it out for all")));
 }
 
 // Refuses resumed tokens that leave no prompt or no token to generate, and what they cannot be
@@ -200,6 +214,7 @@ void check_request(const Request& request, const RequestBounds& bounds) {
                k == 0 ? ", since there is no drafter" : " (num_speculative_tokens of the engine)",
                ", or -1 for all of these"));
   }
+  check_method(request.speculative_method, bounds.methods);
   for (size_t i = 0; i < request.hidden_layers.size(); ++i) {
     const int32_t layer = request.hidden_layers[i];
     if (layer < 0 || layer > bounds.num_layers) {

@@ -8,6 +8,8 @@
 
 #include <paceline/request.h>
 
+#include "wire/draft_source.h"
+
 namespace paceline {
 
 struct RequestBounds {
@@ -17,6 +19,7 @@ struct RequestBounds {
   int32_t num_streams = 1;  // of the target
   int32_t max_logprobs = 0;
   int32_t num_draft_tokens = 0;    // k
+  SourceMethods methods;           // that draft
   bool allows_constraints = true;  // not with synthetic acceptance, nor without logits
 };
 

@@ -26,6 +26,8 @@ std::unique_ptr<Sequence> sample_like(const Sequence& first, int32_t index) {
   sample->prompt_len = first.prompt_len;
   sample->limit = first.limit;
   sample->own_drafts = first.own_drafts;
+  sample->own_method = first.own_method;
+  sample->sources = first.sources;
   sample->max_drafts = first.max_drafts;
   sample->counters = first.counters;
   sample->arrival_us = first.arrival_us;
@@ -68,7 +70,8 @@ Samples make_samples(Request request, const SampleBounds& bounds) {
           : static_cast<int32_t>(std::min<int64_t>(
                 int64_t{first->prompt_len} + first->sampling.max_tokens, bounds.max_model_len));
   first->own_drafts = request.num_speculative_tokens;
-  first->max_drafts = first->wanted_drafts(bounds.num_draft_tokens);
+  first->own_method = std::move(request.speculative_method);
+  first->set_drafter(bounds.num_draft_tokens, bounds.methods);
   if (request.score_prompt && request.keeps_logits_on_device) {
     first->device_logits =
         allocate_values(bounds.device, {first->prompt_len, bounds.vocab_size}, "logits");

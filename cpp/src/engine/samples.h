@@ -10,6 +10,7 @@
 #include <paceline/request.h>
 
 #include "request/sequence.h"
+#include "wire/draft_source.h"
 
 namespace paceline {
 
@@ -23,6 +24,7 @@ struct SampleBounds {
   Device device = Device::kCpu;               // holds what a request leaves on the device
   int32_t num_draft_tokens = 0;               // k
   std::shared_ptr<HostDrafter> host_drafter;  // null: the device drafts
+  SourceMethods methods;                      // that draft
 };
 
 // The request must have been checked. Throws OutOfMemory where the memory of what it returns cannot

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/reserve_more.h"
@@ -112,6 +114,10 @@ void IterationStatistics::add(const PlannedSequence& launch, const SequenceResul
   counts.accepted_tokens += result.accepted_len;
   ++num_drafted[result.drafted_len];
   ++num_accepted[result.accepted_len];
+  Drafted& drafted = by_source[static_cast<size_t>(result.source)];
+  ++drafted.windows;
+  drafted.drafted += result.drafted_len;
+  drafted.accepted += result.accepted_len;
 }
 
 void IterationStatistics::add(const std::array<ExpertCounts, kNumModels>& experts) {
@@ -134,6 +140,12 @@ ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
                       .num_iterations = counts.iterations_per_length[i],
                       .us = static_cast<double>(counts.us_per_length[i])});
   }
+  std::vector<ExecutorStats::Method> methods = methods_;
+  for (size_t i = 0; i < methods_at_reset_.size(); ++i) {
+    methods[i].num_verify_windows -= methods_at_reset_[i].num_verify_windows;
+    methods[i].num_draft_tokens -= methods_at_reset_[i].num_draft_tokens;
+    methods[i].num_accepted_tokens -= methods_at_reset_[i].num_accepted_tokens;
+  }
   return {.num_iterations = counts.iterations,
           .num_finished = counts.finished,
           .num_failed = counts.failed,
@@ -149,6 +161,7 @@ ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
           .num_accepted_tokens = counts.accepted_tokens,
           .drafted_per_position = per_position(counts.drafted_per_position),
           .accepted_per_position = per_position(counts.accepted_per_position),
+          .methods = std::move(methods),
           .num_target_mixture_layers = counts.target_mixture_layers,
           .num_target_experts_hit = counts.target_experts_hit,
           .num_draft_mixture_layers = counts.draft_mixture_layers,
@@ -161,11 +174,21 @@ ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
 }
 
 void EngineStatistics::reset() {
+  methods_at_reset_ = methods_;
   at_reset_ = counts_;
   times_ = {};
 }
 
-void EngineStatistics::add(const IterationStatistics& iteration, const Runner::Timing& timing) {
+void EngineStatistics::add_methods(const SourceMethods& methods) {
+  for (const std::string_view method : methods) {
+    const bool is_known =
+        std::ranges::find(methods_, method, &ExecutorStats::Method::name) != methods_.end();
+    if (!method.empty() && !is_known) methods_.push_back({.name = std::string(method)});
+  }
+}
+
+void EngineStatistics::add(const IterationStatistics& iteration, const Runner::Timing& timing,
+                           const SourceMethods& methods) {
   const bool has_room = times_.us.size() < kMaxIterationSamples;
   if (has_room) {
     reserve_more(times_.us, 1);
@@ -175,6 +198,14 @@ void EngineStatistics::add(const IterationStatistics& iteration, const Runner::T
     for (const auto& [times, count] : kTimedCounts) reserve_more(times_.*times, 1);
   }
   add_times(counts_, iteration.counts, 1);
+  for (size_t i = 0; i < methods.size(); ++i) {
+    const auto found = std::ranges::find(methods_, methods[i], &ExecutorStats::Method::name);
+    if (found == methods_.end()) continue;  // there is no such source
+    const IterationStatistics::Drafted& drafted = iteration.by_source[i];
+    found->num_verify_windows += drafted.windows;
+    found->num_draft_tokens += drafted.drafted;
+    found->num_accepted_tokens += drafted.accepted;
+  }
   add_per_position(counts_.drafted_per_position, iteration.num_drafted);
   add_per_position(counts_.accepted_per_position, iteration.num_accepted);
   ++counts_.iterations;

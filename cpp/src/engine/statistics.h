@@ -5,12 +5,14 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include <paceline/executor.h>
 
 #include "runner/runner.h"
 #include "scheduler/iteration_plan.h"
 #include "scheduler/scheduler.h"
+#include "wire/draft_source.h"
 #include "wire/limits.h"
 #include "wire/sequence_result.h"
 
@@ -58,6 +60,13 @@ struct IterationStatistics {
   // Verify windows by the number of drafts that were verified, and accepted.
   std::array<int32_t, kMaxDraftTokens + 1> num_drafted{};
   std::array<int32_t, kMaxDraftTokens + 1> num_accepted{};
+  // Verify windows with drafts by the source of the drafts, and their drafts.
+  struct Drafted {
+    int32_t windows = 0;
+    int32_t drafted = 0;
+    int32_t accepted = 0;
+  };
+  std::array<Drafted, kNumDraftSources> by_source{};
 
   // `is_delivered`: the sequence has not been cancelled or preempted since the launch.
   void add(const PlannedSequence& launch, const SequenceResult& result, bool is_delivered);
@@ -74,8 +83,11 @@ class EngineStatistics {
   [[nodiscard]] const IterationTimes& times() const { return times_; }
   void reset();
 
-  // Adds all numbers, or throws std::bad_alloc and adds none.
-  void add(const IterationStatistics& iteration, const Runner::Timing& timing);
+  // Makes room for the counts of these methods, which are kept when others take their place.
+  void add_methods(const SourceMethods& methods);
+  // Adds all numbers, or throws std::bad_alloc and adds none. `methods` have been added.
+  void add(const IterationStatistics& iteration, const Runner::Timing& timing,
+           const SourceMethods& methods);
   void add_host_time(int64_t us) { counts_.host_us += us; }
   // Counts a sample that has ended.
   void add_end(FinishReason reason);
@@ -87,6 +99,8 @@ class EngineStatistics {
  private:
   EngineCounts counts_;
   EngineCounts at_reset_;
+  std::vector<ExecutorStats::Method> methods_;
+  std::vector<ExecutorStats::Method> methods_at_reset_;  // may be shorter
   IterationTimes times_;
   int32_t num_running_ = 0;
   int32_t num_waiting_ = 0;

@@ -101,6 +101,8 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model& target
                     .max_logit_rows = o.max_num_seqs * (k + 1) + kMaxScoreRows,
                     .num_draft_tokens = k,
                     .first_rows = traits.first_rows,
+                    .follows_windows =
+                        traits.first_rows == FirstRows::kNewest && model_free.ngram.max_tokens > 0,
                     .max_prompt_rows = o.max_logprobs > 0 ? kMaxScoreRows : 0,
                     .max_logprobs = o.max_logprobs,
                     .max_adopted_tokens = max_adopted_tokens(o)},
@@ -202,6 +204,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
       .log_interval_s = o.log_interval_s,
       .hang_timeout_s = o.hang_timeout_s,
       .host_drafter = o.speculative.drafter,
+      .methods = source_methods(draft != nullptr ? &draft->config : nullptr, iteration.model_free),
       .windows = window_options(o, target, draft),
       .allows_constraints =
           o.speculative.rejection_sample_method != AcceptMethod::kSynthetic && !o.use_null_device,

@@ -313,14 +313,16 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
   const bool gathers = traits.first_rows == FirstRows::kWindow && extent.gathers_hidden;
   int32_t* const hidden_rows =
       gathers || traits.first_rows == FirstRows::kLast ? b.hidden_rows : nullptr;
-  ctx.run(assemble_first_rows, AssembleFirstRowsParams{.inputs = b.staged,
-                                                       .sequences = b.sequences,
-                                                       .rows = rows,
-                                                       .first_rows = traits.first_rows,
-                                                       .results = b.results,
-                                                       .last_row = b.first_last_row,
-                                                       .hidden_rows = hidden_rows,
-                                                       .kept = b.kept_hidden});
+  ctx.run(assemble_first_rows,
+          AssembleFirstRowsParams{.inputs = b.staged,
+                                  .sequences = b.sequences,
+                                  .rows = rows,
+                                  .first_rows = traits.first_rows,
+                                  .results = b.results,
+                                  .last_row = b.first_last_row,
+                                  .hidden_rows = hidden_rows,
+                                  .kept = b.kept_hidden,
+                                  .follows_windows = options_.shape.follows_windows});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (is_drafted_from(g)) {
       build(ctx, rows, b.first_metadata[g], /*padded_rows=*/0);

@@ -203,6 +203,8 @@ SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
           .history_stride = max_model_len,
           .draft_tokens = ints(num_seqs * std::max(shape.num_draft_tokens, 1)),
           .draft_len = ints(num_seqs),
+          .sources = ints(num_seqs),
+          .draft_source = ints(num_seqs),
           .num_draft_tokens = shape.num_draft_tokens};
 }
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <paceline/request.h>
@@ -17,6 +18,7 @@
 #include "kv/sequence_blocks.h"
 #include "request/window_guide.h"
 #include "wire/batch_shape.h"
+#include "wire/draft_source.h"
 
 namespace paceline {
 
@@ -36,9 +38,11 @@ struct Sequence {
   CacheSalt cache_salt;         // see Request
   std::vector<int32_t> tokens;  // prompt and the output that the host has read
   int32_t prompt_len = 0;
-  int32_t limit = 0;        // length of prompt and output at which the request ends
-  int32_t max_drafts = 0;   // most drafts in a verify window, at most k
-  int32_t own_drafts = -1;  // Request::num_speculative_tokens
+  int32_t limit = 0;              // length of prompt and output at which the request ends
+  int32_t max_drafts = 0;         // most drafts in a verify window, at most k
+  int32_t own_drafts = -1;        // Request::num_speculative_tokens
+  std::string own_method;         // Request::speculative_method
+  int32_t sources = kAllSources;  // those that may draft, as bits
 
   int32_t seq_slot = -1;          // row of the device's per-sequence state while the sequence runs
   bool needs_reset = false;       // the next launch must initialise the sequence slot
@@ -94,9 +98,14 @@ struct Sequence {
   int64_t first_token_us = 0;
 
   [[nodiscard]] int32_t known_len() const { return static_cast<int32_t>(tokens.size()); }
-  // max_drafts with this k.
+  // max_drafts with this k, if all sources may draft.
   [[nodiscard]] int32_t wanted_drafts(int32_t k) const {
     return own_drafts >= 0 ? std::min(own_drafts, k) : k;
+  }
+  // Sets what follows from the drafter: its k, and the methods of its sources.
+  void set_drafter(int32_t k, const SourceMethods& methods) {
+    sources = own_method.empty() ? kAllSources : sources_of(own_method, methods);
+    max_drafts = sources == 0 ? 0 : wanted_drafts(k);
   }
   [[nodiscard]] bool needs_masks() const {
     return guide != nullptr && guide->constraint != nullptr;

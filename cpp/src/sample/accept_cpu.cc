@@ -83,7 +83,9 @@ void accept(CpuContext&, const AcceptParams& p) {
     const int32_t num_drafts =
         kind == RowKind::kDecode ? std::min(s.draft_len[seq_slot], num_rows - 1) : 0;
     accept_one(p, i, seq_slot, p.target_tokens + p.inputs.logit_indptr[i], num_drafts, result);
+    result.source = static_cast<DraftSource>(s.draft_source[seq_slot]);
     s.draft_len[seq_slot] = 0;
+    s.draft_source[seq_slot] = static_cast<int32_t>(DraftSource::kModel);
   }
 }
 

@@ -28,6 +28,8 @@ PACELINE_HOST_DEVICE inline void reset_sequence(const SequenceState& s, const Se
   s.temperature[seq_slot] = reset.temperature;
   s.num_stop_ids[seq_slot] = reset.num_stop_ids;
   s.draft_len[seq_slot] = 0;
+  s.sources[seq_slot] = reset.sources;
+  s.draft_source[seq_slot] = static_cast<int32_t>(DraftSource::kModel);
 }
 
 // `lists` begins with the lists of this reset.

@@ -42,7 +42,9 @@ void assemble_verify_rows(CudaContext&, const AssembleVerifyRowsParams&);
 // The rows of the drafter's first pass, after acceptance.
 // kNewest: the newest known tokens, as many as the staged first_indptr says. For a decoding
 // sequence of a draft model these are the last accepted token and the new one; the rest of the
-// drafter's KV is already correct, unless the drafter has missed tokens: these come before.
+// drafter's KV is already correct, unless the drafter has missed tokens: these come before. With
+// follows_windows they are all tokens that the verify window has emitted, and at least these two:
+// prompt lookup may have drafted what the model has not seen. Other rows of the window are inert.
 // kWindow: the rows of the verify pass at their positions, each with the token at the next
 // position, which acceptance has decided. Rows of rejected drafts are inert. What the drafter wrote
 // there is overwritten, from the target's hidden states, before anything reads it. Rows beyond
@@ -57,12 +59,13 @@ struct AssembleFirstRowsParams {
   SequenceState sequences;
   PassRows rows;
   FirstRows first_rows;
-  const SequenceResult* results;  // [max_seqs] by batch row; not used by kNewest
+  const SequenceResult* results;  // [max_seqs] by batch row; kNewest: only with follows_windows
   int32_t* last_row;  // [max_seqs] the row of each drafting sequence that predicts the first draft
   // [capacity of rows] the row of the target's hidden states for each row; kLast, and kWindow where
   // it is not row i for row i
   int32_t* hidden_rows = nullptr;
   KeptHidden kept{};  // with kWindow and hidden_rows: of tokens that the drafter has missed
+  bool follows_windows = false;  // see BatchShape
 };
 void assemble_first_rows(CpuContext&, const AssembleFirstRowsParams&);
 void assemble_first_rows(CudaContext&, const AssembleFirstRowsParams&);
@@ -148,7 +151,8 @@ void keep_hidden(CudaContext&, const KeepHiddenParams&);
 // Prompt lookup: finds the latest earlier occurrence of the last n tokens of a sequence, for the
 // longest n in [min_tokens, max_tokens] that has one, and proposes the tokens that followed it.
 // Proposes up to max_drafts tokens, as far as they are known and fit the limit. Without a match
-// there are no drafts or, with keeps_drafts, those that a model has made stay.
+// there are no drafts or, with keeps_drafts, those that a model has made stay. A sequence whose
+// `sources` lack kLookup is left as it is, and one whose `sources` lack kModel keeps no drafts.
 struct ProposeNgramParams {
   StagedInputs inputs;
   SequenceState sequences;

@@ -95,8 +95,16 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
     }
     if (!takes_part) num_live = 0;
   } else if (is_decode) {
-    if (first == kNoPart) first = known_len - num_rows;
-    num_live = takes_part ? num_rows : 0;
+    if (first == kNoPart) {
+      if (p.follows_windows) {
+        // All tokens that were emitted, and at least the newest two.
+        const int32_t emitted_len = p.results[i].emitted_len;
+        const int32_t num_missed = num_rows - (num_window_rows > 2 ? num_window_rows : 2);
+        num_live = num_missed + (emitted_len > 2 ? emitted_len : 2);
+      }
+      first = known_len - num_live;
+    }
+    if (!takes_part) num_live = 0;
   } else {
     window_position = first;
     if (p.inputs.num_drafts[i] == kLeftOut) num_live = 0;
@@ -244,6 +252,7 @@ PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int
                                                 int32_t worker, int32_t num_workers) {
   const SequenceState& s = p.sequences;
   if (s.is_active[seq_slot] == 0) return 0;
+  if ((s.sources[seq_slot] & source_bit(DraftSource::kLookup)) == 0) return 0;
   const int32_t* history = s.history + seq_slot * s.history_stride;
   const int32_t last = s.known_len[seq_slot] - 1;
   uint64_t best = 0;
@@ -274,10 +283,13 @@ PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_
     count = count < s.max_drafts[seq_slot] ? count : s.max_drafts[seq_slot];
     count = count < room ? count : room;
   }
-  if (count == 0 && p.keeps_drafts) return;
+  const bool may_keep = (s.sources[seq_slot] & source_bit(DraftSource::kModel)) != 0;
+  if (count == 0 && p.keeps_drafts && may_keep) return;
   int32_t* drafts = s.draft_tokens + int64_t{seq_slot} * s.num_draft_tokens;
   for (int32_t j = worker; j < count; j += num_workers) drafts[j] = history[from + j];
-  if (worker == 0) s.draft_len[seq_slot] = count;
+  if (worker != 0) return;
+  s.draft_len[seq_slot] = count;
+  s.draft_source[seq_slot] = static_cast<int32_t>(DraftSource::kLookup);
 }
 
 }  // namespace paceline

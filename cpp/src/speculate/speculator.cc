@@ -75,6 +75,13 @@ DraftMethod draft_method(const DecoderConfig* draft, const ModelFreeOptions& mod
   return draft_method(name).value_or(DraftMethod{});
 }
 
+SourceMethods source_methods(const DecoderConfig* draft, const ModelFreeOptions& model_free) {
+  constexpr std::string_view kLookup = "ngram";
+  const std::string_view name = draft_method(draft, model_free).name;
+  const bool looks_up = model_free.ngram.max_tokens > 0;
+  return {name == kLookup ? "" : name, looks_up ? kLookup : ""};
+}
+
 SpecTraits traits_for(const DecoderConfig* draft, const ModelFreeOptions& model_free) {
   if (draft != nullptr) {
     if (!draft->drafter) return DraftModelSpeculator::kTraits;

@@ -18,6 +18,7 @@
 #include "model/forward/decoder.h"
 #include "model/forward/draft_head.h"
 #include "wire/batch_shape.h"
+#include "wire/draft_source.h"
 #include "wire/sequence_state.h"
 #include "wire/staged_inputs.h"
 
@@ -45,7 +46,7 @@ struct NoSpeculator {
 // A draft model: any decoder with the target's token ids. Its first pass runs over the last
 // accepted token, whose KV is missing if the whole window was accepted, and the new token. The rest
 // of its KV is already correct, because every accepted draft is a token that the drafter itself has
-// processed.
+// processed. Behind prompt lookup it runs over all tokens of the window (BatchShape).
 struct DraftModelSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .owns_kv_groups = true,
@@ -139,6 +140,10 @@ struct DraftMethod {
 // The method that `draft` (null: no model) and the options select.
 [[nodiscard]] DraftMethod draft_method(const DecoderConfig* draft,
                                        const ModelFreeOptions& model_free);
+
+// The methods of all sources of drafts: two where prompt lookup stands in front of a model.
+[[nodiscard]] SourceMethods source_methods(const DecoderConfig* draft,
+                                           const ModelFreeOptions& model_free);
 
 [[nodiscard]] inline SpecTraits traits_of(const Speculator& speculator) {
   return std::visit([](const auto& s) { return s.kTraits; }, speculator);

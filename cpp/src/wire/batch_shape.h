@@ -4,6 +4,7 @@
 // The rows that a sequence has in each pass of an iteration, and the largest numbers of rows that
 // an engine's buffers hold.
 
+#include <algorithm>
 #include <cstdint>
 
 namespace paceline {
@@ -32,6 +33,9 @@ struct BatchShape {
   int32_t max_logit_rows = 0;
   int32_t num_draft_tokens = 0;  // k
   FirstRows first_rows = FirstRows::kNone;
+  // With kNewest: drafts of verify windows may come from elsewhere, so a decoding sequence has a
+  // row for each row of its window, and at least two.
+  bool follows_windows = false;
   int32_t max_prompt_rows = 0;     // most rows for prompt logprobs, part of max_logit_rows
   int32_t max_logprobs = 0;        // see ExecutorOptions; 0: no logprobs are computed
   int32_t max_adopted_tokens = 0;  // most tokens that sequences take over from the prefix cache
@@ -44,7 +48,7 @@ struct BatchShape {
       case FirstRows::kNone:
         return 0;
       case FirstRows::kNewest:
-        return 2;
+        return follows_windows ? std::max(num_drafts + 1, 2) : 2;
       case FirstRows::kWindow:
         return num_drafts + 1;
       case FirstRows::kLast:

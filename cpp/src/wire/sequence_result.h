@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "wire/draft_source.h"
 #include "wire/limits.h"
 
 namespace paceline {
@@ -23,6 +24,7 @@ struct SequenceResult {
   int32_t accepted_len = 0;   // accepted drafts among the emitted tokens
   int32_t drafted_len = 0;    // drafts that acceptance decided on
   int32_t discarded_len = 0;  // drafts after a stop token or the limit: no decision
+  DraftSource source = DraftSource::kModel;  // of the drafts; without drafts it means nothing
   SequenceOutcome outcome = SequenceOutcome::kRunning;
   int32_t tokens[kMaxDraftTokens + 1] = {};
 };

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "base/host_device.h"
+#include "wire/draft_source.h"
 #include "wire/limits.h"
 
 namespace paceline {
@@ -30,6 +31,8 @@ struct SequenceState {
   int32_t* draft_tokens;     // [max_seqs, num_draft_tokens]
   int32_t* draft_len;        // [max_seqs] number of drafts to verify; 0 after acceptance, until new
                              // ones are made
+  int32_t* sources;          // [max_seqs] the sources that may draft for the sequence, as bits
+  int32_t* draft_source;     // [max_seqs] DraftSource of draft_tokens
   int32_t num_draft_tokens;  // k
 };
 
@@ -101,6 +104,7 @@ struct SequenceReset {
   int32_t seq_slot = 0;
   int32_t limit = 0;  // length at which the sequence ends
   uint64_t seed = 0;
+  int32_t sources = kAllSources;
   float temperature = 0;
   int32_t num_stop_ids = 0;
   int32_t stop_ids[kMaxStopIds] = {};

@@ -50,6 +50,14 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
             lines.append("no drafts were verified")
         else:
             lines.append(_acceptance([speculative]))
+            if len(speculative["drafters"]) > 1:
+                lines.append(
+                    "; ".join(
+                        f"{method}: {of['num_accepted_draft_tokens']} of {of['num_draft_tokens']} "
+                        "drafts accepted"
+                        for method, of in speculative["drafters"].items()
+                    )
+                )
             positions = "  ".join(
                 "-" if share is None else f"{100 * share:.0f} %"
                 for share in speculative["acceptance_per_position"]

@@ -71,6 +71,7 @@ class EngineEvent:
     is_refused: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
+    drafter: str = ""
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_cached_tokens: int = 0
     arrival_us: int = 0
@@ -96,6 +97,7 @@ class EngineEvent:
             error=event.error,
             num_drafted=event.num_drafted,
             num_accepted=event.num_accepted,
+            drafter=event.drafter,
             counters=dict(event.counters) if is_last else {},
             num_cached_tokens=event.num_cached_tokens,
         )

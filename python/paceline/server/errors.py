@@ -29,7 +29,10 @@ _MESSAGE_TYPES: Final = {
 }
 _MAX_MESSAGE: Final = 2000
 # The fields that have parameters of other names.
-_FIELDS: Final = {"num_speculative_tokens": "speculative"}
+_FIELDS: Final = {
+    "num_speculative_tokens": "speculative",
+    "speculative_method": "speculative",
+}
 
 
 #: The code of an error for a prompt that is too long.

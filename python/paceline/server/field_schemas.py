@@ -17,6 +17,7 @@ from paceline import limits, sampling
 from paceline.server.structured import GUIDED_FIELDS
 from paceline.server.thinking import EFFORTS
 from paceline.server.tools import MAX_TOOLS
+from paceline.speculative_fields import METHODS
 
 Schema = dict[str, Any]
 # By the name of a field.
@@ -36,7 +37,7 @@ _TABLES: Final[dict[str, Any]] = tomllib.loads(
 _NAMED: Final[dict[str, Any]] = {
     **{name: value for name, value in {**vars(limits), **vars(sampling)}.items() if name.isupper()},
     **{"MAX_MESSAGES": MAX_MESSAGES, "MAX_TEXT": MAX_TEXT, "MAX_TOOLS": MAX_TOOLS},
-    **{"EFFORTS": list(EFFORTS), "ROLES": list(ROLES)},
+    **{"EFFORTS": list(EFFORTS), "METHODS": list(METHODS), "ROLES": list(ROLES)},
     **_TABLES["parts"],
 }
 

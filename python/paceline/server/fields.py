@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from paceline.checks import check_int, shorten
+from paceline.checks import check_int, quoted, shorten
 from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from paceline.prompts import check_cache_salt
 from paceline.receipts.receipt import RESPONSE_KEY
@@ -33,6 +33,7 @@ from paceline.server.no_effect import take_no_effect
 from paceline.server.structured import calls_grammar, in_format, take_structured
 from paceline.server.thinking import Thinking, with_effort
 from paceline.server.tools import check_tool_calls, check_tools, chosen_tools
+from paceline.speculative_fields import METHODS
 from paceline.structured_outputs import StructuredOutputsParams
 
 
@@ -349,7 +350,7 @@ def single_wishes(
     """
     params = dataclasses.replace(
         default,
-        num_speculative_tokens=take_speculative(fields),
+        **take_speculative(fields),
         receipt=take_receipt(fields),
         **fields.take_sampling(names),
         **given,
@@ -371,7 +372,7 @@ def _wishes(
 
     `given` has parameters that the caller has taken; None = those of `default` hold.
     """
-    given["num_speculative_tokens"] = take_speculative(fields)
+    given |= take_speculative(fields)
     given["return_token_sources"] = fields.take_bool("return_token_sources")
     given["receipt"] = take_receipt(fields)
     parameters = fields.take_sampling(SAMPLING) | {
@@ -415,12 +416,23 @@ def _wishes(
     )
 
 
-def take_speculative(fields: Fields) -> int | None:
-    """Takes how many drafts a request has at most; None = as many as the engine makes."""
-    with object_of(fields, "speculative", ("enabled", "num_speculative_tokens")) as given:
+def take_speculative(fields: Fields) -> dict[str, Any]:
+    """Takes how a request drafts: which method, and how many drafts it has at most.
+
+    Returns:
+        The parameters; None = as the engine does.
+    """
+    names = ("enabled", "num_speculative_tokens", "method")
+    with object_of(fields, "speculative", names) as given:
         is_enabled = given.take_bool("enabled", True)
         most = given.take_int("num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
-    return most if is_enabled else 0
+        method = given.take("method")
+        if method is not None and method not in METHODS:
+            raise wrong_field("method", method, f"one of {quoted(METHODS)}")
+    return {
+        "num_speculative_tokens": most if is_enabled else 0,
+        "speculative_method": method,
+    }
 
 
 def take_receipt(fields: Fields) -> Any:

@@ -284,6 +284,9 @@ def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
             values = [({"position": str(i)}, count) for i, count in enumerate(values)]
         full = f"spec_decode_{name}"
         families.add(_COUNTER, full, text, values, full)
+    for name, text in FIGURES["drafters"].items():
+        counts = [({"drafter": method}, of[name]) for method, of in engine["methods"].items()]
+        families.add(_COUNTER, f"spec_decode_{name}_per_drafter", text, counts)
     for name, text, key, scale in (
         ("iterations", "Iterations, by the number of drafts.", "num_iterations", 1),
         ("device_seconds", "Time of the device for them.", "us", 1e-6),
