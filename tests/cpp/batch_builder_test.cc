@@ -105,10 +105,13 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   build_batch(plan, shape, *batch);
   EXPECT_EQ(inputs.counts->num_first_rows, 0);
   plan.sequences[1].is_followed = plan.sequences[2].is_followed = true;
-  // In a plain iteration it has only the rows of chunks, or those of the verify pass.
+  // In a plain iteration it has only the rows of chunks, or those of the verify pass if it follows
+  // chunks.
   plan.num_drafts = 0;
+  plan.follows_chunks = true;
   build_batch(plan, window, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 15}));
+  plan.follows_chunks = false;
   build_batch(plan, shape, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 0, 7, 12, 12}));
   EXPECT_EQ(inputs.counts->num_drafting, 0);

@@ -124,6 +124,38 @@ TEST(DraftChooser, FollowsAChangeOfAcceptanceAndOfTimes) {
   }
 }
 
+// With a draft head, an engine that does not draft explores with the few sequences that have just
+// begun and whose prompts the head has followed.
+TEST(DraftChooser, NoticesByAFewSequencesThatDraftsPay) {
+  constexpr int32_t kSeqs = 64;
+  for (const double noise : {0.0, 0.1}) {
+    SCOPED_TRACE(noise);
+    ScriptedDrafts script;
+    double acceptance = 0;
+    script.noise = noise;
+    script.acceptance = [&](int32_t) { return acceptance; };
+    script.us = [](int32_t k, int32_t) { return 100 + 15 * k; };
+    script.num_ready = [](int64_t n, int32_t num_seqs) {
+      constexpr int64_t kBefore = 200;  // until 0 has proved best
+      return n < kBefore ? num_seqs : n % 256 < 16 ? 4 : 0;
+    };
+    const auto settle = [&](int32_t best) {
+      script.run(12000, kSeqs);
+      EXPECT_EQ(script.chooser.settled(kSeqs), best);
+      script.clear();
+      script.run(2000, kSeqs);
+      EXPECT_GE(script.counts[static_cast<size_t>(best)], 1850) << "acceptance " << acceptance;
+      EXPECT_LE(script.num_changes, 4) << "acceptance " << acceptance;
+    };
+    settle(0);
+    EXPECT_GT(script.num_explored, 0);
+    acceptance = 0.9;
+    settle(3);
+    acceptance = 0;
+    settle(0);
+  }
+}
+
 // From a cold start, against the best fixed k, with figures like those of docs/performance.md: a
 // GPU, whose rows cost little, a mixture with a large drafter, and two CPU cores.
 TEST(DraftChooser, LosesLittle) {

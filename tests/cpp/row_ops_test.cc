@@ -121,6 +121,35 @@ TEST(RowOps, TheFirstPassOfADraftHeadPairsEachRowWithTheTokenAfterIt) {
   EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{-1, -1, -1, -1}));
 }
 
+TEST(RowOps, ADraftHeadGetsZerosForHiddenStatesThatWereNotKept) {
+  Window window({7, 8, 9}, {7, 8, 1, 4}, /*known_len=*/12);  // two accepted, then 1
+  window.judge();
+  window.in.first_indptr[1] = window.in.counts->num_first_rows = 10;  // six missed, four verified
+  constexpr KeptHidden kKept = {.first_row = 50, .num_tokens = 7, .zero_row = 40};
+  constexpr int32_t kZero = 40;
+  Tokens hidden_rows(10, -7);
+  int32_t last_row = -1;
+  const auto assemble = [&](int32_t num_kept) {
+    window.in.num_kept[0] = num_kept;
+    assemble_first_rows(window.ctx, {.inputs = window.in,
+                                     .sequences = window.s,
+                                     .rows = window.rows,
+                                     .first_rows = FirstRows::kWindow,
+                                     .results = &window.result,
+                                     .last_row = &last_row,
+                                     .hidden_rows = hidden_rows.data(),
+                                     .kept = kKept});
+    EXPECT_EQ(Tokens(window.rows.positions, window.rows.positions + 9),
+              (Tokens{5, 6, 7, 8, 9, 10, 11, 12, 13}));
+    return Tokens(hidden_rows.begin(), hidden_rows.begin() + 9);
+  };
+  // The state of a position is in row 50 + 7 + position % 7 of slot 1. Those of the three tokens
+  // that the window has emitted have taken the rows of positions 4, 5 and 6.
+  EXPECT_EQ(assemble(6), (Tokens{kZero, kZero, 57, 58, 59, 60, 0, 1, 2}));
+  EXPECT_EQ(assemble(2), (Tokens{kZero, kZero, kZero, kZero, 59, 60, 0, 1, 2}));
+  EXPECT_EQ(assemble(0), (Tokens{kZero, kZero, kZero, kZero, kZero, kZero, 0, 1, 2}));
+}
+
 TEST(RowOps, TheFirstPassOfAChunkIsTheSameWhereItsSequenceHasEnded) {
   Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1: eight tokens
   window.judge();

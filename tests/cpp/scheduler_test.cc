@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "batch/batch_builder.h"
@@ -222,6 +224,98 @@ TEST(Scheduler, AdmitsOnlyWithBlocksUpToTheFirstWindow) {
     ASSERT_NE(host.planned(second), nullptr);
     EXPECT_EQ(host.planned(second)->kind, RowKind::kDecode);
     EXPECT_EQ(host.scheduler.num_preemptions(), 0);
+  }
+}
+
+// Options for a draft head that may miss prompts, of which hidden states are kept for 8 tokens.
+SchedulerOptions head_options() {
+  return {.max_num_seqs = 64,
+          .max_num_batched_tokens = 512,
+          .prefill_chunk_size = 16,
+          .max_score_rows = 8,
+          .num_draft_tokens = 3,
+          .drafter_falls_behind = true,
+          .may_miss_prompts = true,
+          .max_exact_missed = 7,
+          .max_in_flight = 2,
+          .follows_hidden = true};
+}
+
+int32_t num_followed(const IterationPlan& plan) {
+  return static_cast<int32_t>(
+      std::ranges::count_if(plan.sequences, [](const auto& rows) { return rows.is_followed; }));
+}
+
+TEST(Scheduler, ADraftHeadFollowsOnePromptInSixteenWhileNoDraftsPay) {
+  Host host(8192, head_options());
+  for (int32_t i = 0; i < 40; ++i) host.add(4, 100);
+  host.max_drafts = 0;
+  host.plan.skips_prompts = true;
+  ASSERT_TRUE(host.plan_next());
+  ASSERT_EQ(host.plan.sequences.size(), 40u);
+  EXPECT_EQ(num_followed(host.plan), 2);
+  EXPECT_TRUE(host.plan.sequences[15].is_followed);
+  EXPECT_TRUE(host.plan.sequences[31].is_followed);
+  host.read();
+  // An exploration may draft for these two until they have 16 tokens for which it has not. Until
+  // then hidden states are kept, and afterwards iterations are those of an engine without a
+  // drafter.
+  for (int32_t i = 0; i < 40; ++i) {
+    SCOPED_TRACE("iteration " + std::to_string(i));
+    EXPECT_EQ(host.scheduler.num_ready_to_draft(/*max_catch_up=*/128), i <= 16 ? 2 : 0);
+    ASSERT_TRUE(host.plan_next());
+    EXPECT_EQ(host.plan.keeps_hidden, i < 16);
+    EXPECT_EQ(host.plan.num_drafts, 0);
+    host.read();
+  }
+  // Prompts that begin are computed alone by the target, and so are the sequences beside them.
+  host.add(4, 100);
+  ASSERT_TRUE(host.plan_next());
+  EXPECT_TRUE(host.plan.has_prefill);
+  EXPECT_FALSE(host.plan.follows_chunks);
+  EXPECT_FALSE(host.plan.keeps_hidden);
+  host.read();
+  // Once drafts pay, the drafter gets what it has missed, without hidden states.
+  host.max_drafts = 3;
+  host.plan.skips_prompts = false;
+  ASSERT_TRUE(host.plan_next());
+  const PlannedSequence& first = host.plan.sequences[0];
+  EXPECT_EQ(first.num_missed, 4 + 41);
+  EXPECT_EQ(first.num_kept, 0);
+  EXPECT_FALSE(first.is_cacheable);
+  EXPECT_TRUE(first.sequence->has_holes);
+  EXPECT_EQ(first.sequence->num_missed, 0);
+  host.read();
+  Sequence& last = host.add(4, 100);
+  while (host.planned(last) == nullptr) {
+    ASSERT_TRUE(host.plan_next());
+    if (host.planned(last) == nullptr) host.read();
+  }
+  EXPECT_TRUE(host.planned(last)->is_followed);
+  EXPECT_TRUE(host.planned(last)->is_cacheable);
+}
+
+TEST(Scheduler, ADraftHeadCatchesUpExactlyWithFewTokens) {
+  for (const int32_t num_plain : {1, 7, 8}) {
+    Host host(1024, head_options());
+    Sequence& sequence = host.add(4, 100);
+    ASSERT_TRUE(host.plan_next());
+    host.read();
+    ASSERT_TRUE(host.plan_next());
+    host.read();
+    host.max_drafts = 0;
+    for (int32_t i = 0; i < num_plain; ++i) {
+      ASSERT_TRUE(host.plan_next());
+      EXPECT_TRUE(host.plan.keeps_hidden);
+      host.read();
+    }
+    host.max_drafts = 3;
+    ASSERT_TRUE(host.plan_next());
+    EXPECT_FALSE(host.plan.keeps_hidden);
+    EXPECT_EQ(host.plan.sequences[0].num_missed, num_plain);
+    EXPECT_EQ(host.plan.sequences[0].num_kept, num_plain);
+    EXPECT_EQ(sequence.has_holes, num_plain > 7) << num_plain;
+    EXPECT_EQ(host.plan.sequences[0].is_cacheable, num_plain <= 7);
   }
 }
 

@@ -40,11 +40,12 @@ def test_the_default_depends_on_the_acceptance_method(
         assert llm.stats()["speculative_decoding"]["adaptive"] is None
 
 
-def test_a_draft_model_misses_prompts_while_no_drafts_pay(
-    pair_of: Callable[[str], tuple[Path, Path]],
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
+def test_a_drafter_misses_prompts_while_no_drafts_pay(
+    pair_of: Callable[[str], tuple[Path, Path]], kind: str
 ) -> None:
-    """No draft is accepted. The draft model has KV of few of the prompts that follow."""
-    target, draft = pair_of("draft_model")
+    """No draft is accepted. The drafter has KV of few of the prompts that follow."""
+    target, draft = pair_of(kind)
     config = {
         "model": str(draft),
         "num_speculative_tokens": 4,
@@ -72,7 +73,7 @@ def test_a_draft_model_misses_prompts_while_no_drafts_pay(
         added = {owner: cached_blocks(owner) - count for owner, count in before.items()}
         assert llm._executor.check_integrity() == ""
     assert added["target"] == 32 * 160 // 16
-    # One of eight, so that the engine still learns which drafts would be accepted.
+    # One of eight, or of sixteen, so that the engine still learns which drafts would be accepted.
     assert 0 < added["draft"] < added["target"] / 2
 
 

@@ -56,6 +56,7 @@ struct Window {
           .prefill_start = ints(1),
           .next_token = ints(1),
           .num_drafts = ints(1),
+          .num_kept = ints(1),
           .verify_indptr = ints(2),
           .first_indptr = ints(2),
           .logit_indptr = ints(2),

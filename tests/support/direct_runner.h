@@ -149,6 +149,7 @@ class DirectRunner {
                                              : catch_up_start != kNoPart ? 0
                                                                          : plan_.num_drafts,
                                .num_missed = num_missed,
+                               .num_kept = options_.kept_hidden_tokens,
                                .catch_up_start = catch_up_start,
                                .is_followed = !is_left_out});
     s.needs_reset = false;
@@ -168,6 +169,15 @@ class DirectRunner {
                      });
     plan_.has_prefill = std::any_of(plan_.sequences.begin(), plan_.sequences.end(),
                                     [](const auto& rows) { return rows.kind != RowKind::kDecode; });
+    const bool is_head = shape_.first_rows == FirstRows::kWindow;
+    plan_.follows_chunks = is_head && std::ranges::any_of(plan_.sequences, [](const auto& rows) {
+                             return rows.kind != RowKind::kDecode && rows.is_followed;
+                           });
+    // All hidden states that the drafter may need later are kept.
+    const bool catches_up =
+        std::ranges::any_of(plan_.sequences, [](const auto& rows) { return rows.num_missed > 0; });
+    plan_.keeps_hidden = is_head && options_.kept_hidden_tokens > 0 &&
+                         (plan_.num_drafts == 0 || plan_.has_prefill || catches_up);
     batch_.iteration = plan_.iteration;
     runner_->bind(batch_);
     build_batch(plan_, shape_, batch_);

@@ -52,6 +52,7 @@ class World {
             .prefill_start = at.get<int32_t>(prefill_start_),
             .next_token = at.get<int32_t>(next_token_),
             .num_drafts = at.get<int32_t>(num_drafts_),
+            .num_kept = at.get<int32_t>(num_kept_),
             .verify_indptr = at.get<int32_t>(verify_indptr_),
             .first_indptr = at.get<int32_t>(first_indptr_),
             .logit_indptr = at.get<int32_t>(logit_indptr_),
@@ -336,6 +337,9 @@ class World {
       count = stream_.one_in(5) ? kLeftOut : stream_.below(s_.num_draft_tokens + 1);
     }
     num_drafts_ = ints("num_drafts", num_drafts);
+    std::vector<int32_t> num_kept(size);
+    for (int32_t& count : num_kept) count = stream_.below(8);
+    num_kept_ = ints("num_kept", num_kept);
     verify_indptr_ = ints("verify_indptr", padded(verify_ends_));
     first_indptr_ = ints("first_indptr", padded(first_ends_));
     logit_indptr_ = ints("logit_indptr", padded(logit_ends_));
@@ -411,7 +415,7 @@ class World {
   std::vector<int32_t> verify_ends_, first_ends_, logit_ends_;
   std::vector<int32_t> emitted_;  // by sequence of the batch
   Handle num_seqs_, counts_, batch_slot_, kind_, prefill_start_, next_token_, num_drafts_,
-      verify_indptr_, first_indptr_, logit_indptr_, prefill_tokens_;
+      num_kept_, verify_indptr_, first_indptr_, logit_indptr_, prefill_tokens_;
   Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
       draft_len_, max_drafts_, sources_, draft_source_;
 };

@@ -29,12 +29,19 @@ struct ScriptedDrafts {
   // Relative standard deviation of the machine's speed, which changes every 30 iterations or so.
   double speeds = 0;
   bool is_timed = true;
+  // Of an iteration after as many others: the sequences for which an exploration can draft while k'
+  // is 0. If it cannot for all, its time says nothing.
+  std::function<int32_t(int64_t, int32_t)> num_ready = [](int64_t, int32_t num_seqs) {
+    return num_seqs;
+  };
 
   double speed = 1;
   std::mt19937_64 random{1};
   DraftChooser chooser{lengths, buckets};
   std::deque<DraftChooser::Iteration> unread;
   int32_t last = -1;
+  int32_t last_drafting = 0;  // sequences
+  int64_t num_run = 0;
   std::array<int64_t, 17> counts{};
   int64_t num_explored = 0;
   int64_t num_changes = 0;
@@ -78,7 +85,10 @@ struct ScriptedDrafts {
     return spikes > 0 && unit() < spikes ? factor * (1 + 2 * unit()) : factor;
   }
   void run_one(int32_t num_seqs) {
-    const DraftChooser::Choice choice = chooser.choose(num_seqs, num_seqs);
+    const int32_t ready = num_ready(num_run++, num_seqs);
+    const DraftChooser::Choice choice = chooser.choose(num_seqs, ready);
+    const bool is_part = choice.explores && chooser.current() == 0 && choice.num_drafts > 0;
+    const int32_t num_drafting = is_part ? ready : num_seqs;
     ++counts[static_cast<size_t>(choice.num_drafts)];
     num_explored += choice.explores ? 1 : 0;
     if (!choice.explores) {
@@ -87,7 +97,8 @@ struct ScriptedDrafts {
     }
     DraftChooser::Iteration iteration{.num_seqs = num_seqs, .num_drafts = choice.num_drafts};
     const int32_t verified = last < 0 ? 0 : std::min(last, choice.num_drafts);
-    for (int32_t i = 0; i < num_seqs && verified > 0; ++i) {
+    const int32_t num_windows = std::min(num_drafting, last_drafting);
+    for (int32_t i = 0; i < num_windows && verified > 0; ++i) {
       int32_t accepted = 0;
       while (accepted < verified && unit() < acceptance(accepted)) ++accepted;
       iteration.add_window(verified, accepted);
@@ -99,10 +110,12 @@ struct ScriptedDrafts {
     for (size_t i = 0; i < lengths.size(); ++i) {
       fixed_tokens[i] += time / us(lengths[i], num_seqs) * num_seqs * tokens(lengths[i]);
     }
-    if (is_timed && (choice.num_drafts == 0 || choice.num_drafts == last)) {
+    const bool is_whole = num_drafting == num_seqs;
+    if (is_timed && is_whole && (choice.num_drafts == 0 || choice.num_drafts == last)) {
       iteration.us = time * measured();
     }
     last = choice.num_drafts;
+    last_drafting = num_drafting;
     unread.push_back(iteration);
     if (unread.size() < 2) return;
     chooser.observe(unread.front());

@@ -81,6 +81,7 @@ SimulatedDevice::SimulatedDevice(const SimulationScript& script, const KvLayout&
   for (size_t g = 0; g < layout.groups.size(); ++g) {
     const int64_t num_blocks = layout.pool_bytes / layout.groups[g].block_bytes;
     cells_.emplace_back(static_cast<size_t>(num_blocks * layout.groups[g].block_size), 0);
+    readers_.emplace_back(cells_.back().size(), 0);
     generations_.emplace_back(static_cast<size_t>(num_blocks), 0);
   }
 }
@@ -117,6 +118,11 @@ std::vector<SequenceResult> SimulatedDevice::execute() {
   fork_slots(launched);
   std::vector<SequenceResult> results;
   for (int32_t i = 0; i < in.counts->num_seqs; ++i) results.push_back(verify(in, i));
+  if (launched.batch->keeps_hidden) {
+    const bool is_graph = !launched.batch->needs_eager_run();
+    require(!is_graph || launched.batch->num_drafts == 0, "no graph keeps states and drafts");
+    for (int32_t i = 0; i < in.counts->num_seqs; ++i) keep(in, i, results[static_cast<size_t>(i)]);
+  }
   for (int32_t i = 0; i < in.counts->num_seqs; ++i) draft(in, i, results[static_cast<size_t>(i)]);
   return results;
 }
@@ -135,6 +141,7 @@ void SimulatedDevice::reset_slots(const Launched& launched) {
     slot.is_active = true;
     slot.known_len = 0;
     slot.draft_len = 0;
+    slot.keeps.clear();
     slot.limit = reset.limit;
     require(slot.limit == owner.output->limit(), "the limit of a reset is ", slot.limit, ", not ",
             owner.output->limit());
@@ -191,6 +198,9 @@ void SimulatedDevice::fork_slots(const Launched& launched) {
     const auto cells = cells_[static_cast<size_t>(copy.group)].begin();
     std::copy_n(cells + int64_t{copy.source} * block_size, block_size,
                 cells + int64_t{copy.destination} * block_size);
+    const auto readers = readers_[static_cast<size_t>(copy.group)].begin();
+    std::copy_n(readers + int64_t{copy.source} * block_size, block_size,
+                readers + int64_t{copy.destination} * block_size);
   }
 }
 
@@ -288,12 +298,13 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
   require(slot.max_drafts <= slot.owner.output->max_drafts(), "a sequence has ", slot.max_drafts,
           " drafts, not ", slot.owner.output->max_drafts());
   const bool follows =
-      script_.first_rows == FirstRows::kWindow && in.counts->num_prefill_tokens > 0;
+      script_.first_rows == FirstRows::kWindow && is_plain && in.counts->num_first_rows > 0;
   require(!is_plain || !is_decode || num_rows == (follows ? num_verified : 0),
           "a plain iteration has ", num_rows, " rows in the first draft pass");
   if (is_decode && ((is_plain && !follows) || in.num_drafts[i] == kLeftOut)) return;
   const bool is_final = kind == RowKind::kPrefillFinal;
-  if (!is_decode && script_.options.may_miss_prompts && num_rows < num_verified + is_final) {
+  if (!is_decode && script_.options.may_miss_prompts &&
+      (num_rows == 0 || in.num_drafts[i] == kLeftOut)) {
     // The target computes the chunk alone.
     const bool has_row = !is_plain && is_final;
     require(num_rows == (has_row ? 1 : 0) && slot.max_drafts == 0, "a chunk has ", num_rows,
@@ -332,10 +343,36 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
     }
     require(num_rows == num_expected, "batch row ", i, " has ", num_rows,
             " rows in the first draft pass, not ", num_expected);
-    write(slot, KvOwner::kDraft, begin, end, end);
+    const int32_t window = is_decode ? slot.known_len - result.emitted_len - 1 : begin;
+    const int32_t first =
+        script_.first_rows == FirstRows::kWindow ? first_with_hidden(in, i, begin, window) : begin;
+    write(slot, KvOwner::kDraft, begin, end, end, first);
     read(slot, KvOwner::kDraft, begin, end, end);
   }
   if (slot.is_active && kind != RowKind::kPrefillPartial) draft_steps(slot);
+}
+
+void SimulatedDevice::keep(const StagedInputs& in, int32_t i, const SequenceResult& result) {
+  Slot& slot = slots_.at(static_cast<size_t>(in.seq_slot[i]));
+  if (in.kind[i] != static_cast<int32_t>(RowKind::kDecode)) return;
+  slot.keeps.resize(static_cast<size_t>(slot.known_len), false);
+  for (int32_t r = 0; r < result.emitted_len; ++r) {
+    slot.keeps[static_cast<size_t>(slot.known_len - result.emitted_len - 1 + r)] = true;
+  }
+}
+
+int32_t SimulatedDevice::first_with_hidden(const StagedInputs& in, int32_t i, int32_t begin,
+                                           int32_t window) {
+  if (begin >= window) return begin;
+  const Slot& slot = slots_.at(static_cast<size_t>(in.seq_slot[i]));
+  // As many as the device has room for are kept, those of this iteration too.
+  const int32_t num_kept = script_.options.max_exact_missed + 1;
+  const int32_t first = std::max(window - in.num_kept[i], slot.known_len - 1 - num_kept);
+  for (int32_t p = std::max(begin, first); p < window; ++p) {
+    require(static_cast<size_t>(p) < slot.keeps.size() && slot.keeps[static_cast<size_t>(p)],
+            "the hidden state of position ", p, " has not been kept");
+  }
+  return first;
 }
 
 void SimulatedDevice::draft_steps(Slot& slot) {
@@ -361,14 +398,15 @@ void SimulatedDevice::draft_steps(Slot& slot) {
 }
 
 void SimulatedDevice::write(Slot& slot, KvOwner owner, int32_t begin, int32_t end,
-                            int32_t first_wrong) {
+                            int32_t first_wrong, int32_t first_with_hidden) {
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner != owner) continue;
     for (int32_t position = begin; position < end; ++position) {
       if (!completes_entry(layout_.groups[g].kind, position)) continue;
       if (hands_on(layout_.groups[g].kind) && has_null_block(slot, g, position)) continue;
-      cells_[g][cell(slot, g, position, "writes")] =
-          content(slot, owner, position) | (position < first_wrong ? 1 : 0);
+      const size_t at = cell(slot, g, position, "writes");
+      cells_[g][at] = content(slot, owner, position) | (position < first_wrong ? 1 : 0);
+      readers_[g][at] = position < first_with_hidden ? slot.owner.request + 1 : 0;
     }
   }
 }
@@ -380,7 +418,11 @@ void SimulatedDevice::read(const Slot& slot, KvOwner owner, int32_t begin, int32
     const auto [from, to] = read_positions(layout_.groups[g].kind, begin, end);
     for (int32_t position = from; position < to; ++position) {
       if (!completes_entry(layout_.groups[g].kind, position)) continue;
-      const uint64_t found = cells_[g][cell(slot, g, position, "reads")];
+      const size_t at = cell(slot, g, position, "reads");
+      const uint64_t found = cells_[g][at];
+      require(readers_[g][at] == 0 || readers_[g][at] == slot.owner.request + 1, "request ",
+              slot.owner.request, " reads position ", position, " of group ", g, ", which request ",
+              readers_[g][at] - 1, " has written without hidden states");
       require((found | 1) == (content(slot, owner, position) | 1), "request ", slot.owner.request,
               ", sample ", slot.owner.sample, ": position ", position, " of group ", g,
               found == 0 ? " has never been written" : " holds the KV of another token");

@@ -106,6 +106,7 @@ class SimulatedDevice {
     int32_t draft_len = 0;
     int32_t limit = 0;
     int32_t max_drafts = 0;
+    std::vector<bool> keeps;                 // the positions whose hidden states were kept
     std::vector<std::vector<Entry>> tables;  // [groups][blocks]
   };
   struct Launched {
@@ -122,12 +123,20 @@ class SimulatedDevice {
   SequenceResult verify(const StagedInputs& in, int32_t i);
   void prefill(Slot& slot, const StagedInputs& in, int32_t i, SequenceResult& result);
   void emit(Slot& slot, int32_t count, SequenceResult& result);
+  // Keeps the hidden states of the tokens that a decoding sequence has emitted.
+  void keep(const StagedInputs& in, int32_t i, const SequenceResult& result);
   void draft(const StagedInputs& in, int32_t i, const SequenceResult& result);
+  // The first position of the drafter's rows for which it has hidden states, of which all rows
+  // before `window` are those of missed tokens.
+  [[nodiscard]] int32_t first_with_hidden(const StagedInputs& in, int32_t i, int32_t begin,
+                                          int32_t window);
   void draft_steps(Slot& slot);
 
   // Of positions [begin, end) in all groups of `owner`; those from `first_wrong` on hold drafts
   // that are not part of the output.
-  void write(Slot& slot, KvOwner owner, int32_t begin, int32_t end, int32_t first_wrong);
+  // A draft head has no hidden states of those below `first_with_hidden`.
+  void write(Slot& slot, KvOwner owner, int32_t begin, int32_t end, int32_t first_wrong,
+             int32_t first_with_hidden = 0);
   // What queries at positions [begin, end) see; below `first_draft` it must be part of the output.
   void read(const Slot& slot, KvOwner owner, int32_t begin, int32_t end, int32_t first_draft) const;
   // Whether the block of a position is null, so that rows of groups that hand on write nothing.
@@ -144,7 +153,10 @@ class SimulatedDevice {
   const KvLayout& layout_;
   int32_t k_;
   std::vector<Slot> slots_;
-  std::vector<std::vector<uint64_t>> cells_;        // [groups][blocks * block_size]; 0: nothing
+  std::vector<std::vector<uint64_t>> cells_;  // [groups][blocks * block_size]; 0: nothing
+  // [groups][blocks * block_size] the request that may read the cell, since the drafter had no
+  // hidden states for it, + 1; 0: all
+  std::vector<std::vector<int32_t>> readers_;
   std::vector<std::vector<uint32_t>> generations_;  // [groups][blocks]
   std::vector<Launched> launched_;
 };

@@ -205,7 +205,13 @@ class Simulation {
         launch.num_missed = 0;
       }
       const bool misses_chunk = launch.kind != RowKind::kDecode && !launch.is_followed;
+      if (launch.resets_state) check_is_followed(launch, entry.plan.skips_prompts);
       if (fault_ == SimulatedFault::kDropsPrompt && misses_chunk) launch.sequence->num_missed = 0;
+      if (fault_ == SimulatedFault::kClaimsKept) launch.num_kept = launch.num_missed;
+      if (fault_ == SimulatedFault::kForgetsHoles) {
+        launch.sequence->has_holes = false;
+        launch.is_cacheable = launch.is_followed;
+      }
       SimulatedSequence& live = live_of(*launch.sequence);
       require(!live.was_launched, "a sequence is planned twice");
       live.was_launched = true;
@@ -235,6 +241,14 @@ class Simulation {
     if (fault_ == SimulatedFault::kDropsBlockCopy) counts.num_block_copies = 0;
     device_.launch(batch, std::move(owners));
     return true;
+  }
+
+  // A draft head has the hidden states of a whole prompt that begins while drafts pay.
+  void check_is_followed(const PlannedSequence& launch, bool skips_prompts) const {
+    const Sequence& sequence = *launch.sequence;
+    const bool may_draft = sequence.max_drafts > 0 && sequence.known_len() + 1 < sequence.limit;
+    if (skips_prompts || !may_draft || script_.first_rows != FirstRows::kWindow) return;
+    require(sequence.num_missed == 0, "a prompt begins without the draft head");
   }
 
   // A line for each plan: who runs, with what, and who waits.

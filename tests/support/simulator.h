@@ -85,6 +85,8 @@ enum class SimulatedFault : uint8_t {
   kDropsMissed,      // the drafter drafts on without the tokens that it has missed
   kDropsPrompt,      // the same of a prompt
   kForgetsLag,       // its windows move on while it has tokens to catch up with
+  kClaimsKept,       // a draft head catches up with hidden states that were not kept
+  kForgetsHoles,     // KV that it has made without them is cached
 };
 
 struct SimulationReport {

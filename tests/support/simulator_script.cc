@@ -145,6 +145,11 @@ void vary_drafts(SimulationScript& script) {
   }
   options.draft_lengths.push_back(options.num_draft_tokens);
   if (has_windows) options.max_missed = 1 + static_cast<int32_t>(random / 2 % 12);
+  // The hidden states of as many tokens and one more are kept for a draft head.
+  if (script.first_rows == FirstRows::kWindow) {
+    options.max_exact_missed = static_cast<int32_t>(random / 24 % 8);
+    options.may_miss_prompts = !has_windows;
+  }
 }
 
 // Lets prompts begin with the tokens of earlier requests, with or without their output.
@@ -261,7 +266,7 @@ std::string SimulationScript::text() const {
       << ", block_size " << block_size << ", num_slabs " << num_slabs << ", percent_early "
       << percent_early << ", draft_schedule_seed " << draft_schedule_seed << ", least_prompt_rows "
       << least_prompt_rows << ", max_missed " << options.max_missed << ", may_miss_prompts "
-      << options.may_miss_prompts << "\n";
+      << options.may_miss_prompts << ", max_exact_missed " << options.max_exact_missed << "\n";
   const KvLayout planned = layout();
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];

@@ -43,6 +43,9 @@ struct Batch {
   // Rows of the first pass and of the verify pass differ, though the one reads hidden states of the
   // other.
   bool gathers_hidden = false;
+  // The target's hidden states are kept for a drafter that does not see all tokens now. An
+  // iteration with k' = 0 that keeps none is the same as that of an engine without a drafter.
+  bool keeps_hidden = false;
   // The runner owns this memory; `Runner::bind` sets it before the batch is built. The device reads
   // it until the iteration has completed.
   StagedInputs inputs{};

@@ -31,7 +31,7 @@ int32_t num_first_rows(const PlannedSequence& planned, const IterationPlan& plan
   switch (planned.kind) {
     case RowKind::kDecode:
       if (num_drafts == 0) {
-        return shape.first_rows == FirstRows::kWindow && plan.has_prefill ? planned.num_rows : 0;
+        return plan.follows_chunks ? planned.num_rows : 0;
       }
       if (planned.catch_up_start != kNoPart) return planned.num_missed;
       if (shape.follows_windows) return planned.num_missed + std::max(planned.num_rows, 2);
@@ -255,6 +255,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
   batch.has_logit_work = false;
   batch.catches_up = false;
   batch.gathers_hidden = false;
+  batch.keeps_hidden = plan.keeps_hidden;
   batch.drop_copies();
   copy_all("block table entries", plan.table_writes, batch.capacity.table_writes,
            inputs.table_writes, counts.num_table_writes);
@@ -278,6 +279,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
         planned.kind == RowKind::kDecode ? planned.catch_up_start : planned.start;
     inputs.next_token[i] = 0;
     inputs.num_drafts[i] = planned.num_drafts;
+    inputs.num_kept[i] = planned.num_kept;
     inputs.verify_indptr[i] = verify_row;
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;

@@ -42,6 +42,13 @@ class Program {
   [[nodiscard]] int64_t num_nodes() const { return static_cast<int64_t>(nodes_.size()); }
   [[nodiscard]] std::span<const Node> nodes() const { return nodes_; }
 
+  // The params of a node of this program as bytes, and what pads them to the next one.
+  [[nodiscard]] std::span<const std::byte> params_of(const Node& node) const {
+    const bool is_last = &node == &nodes_.back();
+    const size_t end = is_last ? params_.size() : (&node + 1)->params_offset;
+    return std::span(params_).subspan(node.params_offset, end - node.params_offset);
+  }
+
   // The params of every node that calls `op`, for inspection; tests also edit them to plant faults.
   template <class Params>
   [[nodiscard]] std::vector<Params*> params_of(void (*op)(CpuContext&, const Params&)) {

@@ -156,11 +156,15 @@ PromptRows prompt_rows(const ExecutorOptions& o) {
   return depends_on_windows(o) ? PromptRows::kFixed : PromptRows::kMeasured;
 }
 
-// Whether prompts may be computed without the drafter: it can catch up with them exactly, since its
-// KV depends on tokens only and stays in memory. Windows are shorter until it has.
+// Whether prompts may be computed without the drafter: it can catch up with them, since its KV
+// stays in memory. That of a draft model is then exact. A draft head gets zeros instead of the
+// hidden states. Windows are shorter until it has caught up.
 bool may_miss_prompts(const ExecutorOptions& o, const Model& target, const Model* draft,
-                      FirstRows first_rows) {
-  return first_rows == FirstRows::kNewest && !has_windows(target, draft) && !depends_on_windows(o);
+                      const IterationOptions& iteration) {
+  const FirstRows first_rows = iteration.shape.first_rows;
+  const bool catches_up = first_rows == FirstRows::kNewest ||
+                          (first_rows == FirstRows::kWindow && iteration.kept_hidden_tokens > 0);
+  return catches_up && !has_windows(target, draft) && !depends_on_windows(o);
 }
 
 }  // namespace
@@ -182,7 +186,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
                     .num_draft_tokens = o.speculative.num_speculative_tokens,
                     .drafter_falls_behind =
                         first_rows == FirstRows::kNewest || first_rows == FirstRows::kWindow,
-                    .may_miss_prompts = may_miss_prompts(o, target, draft, first_rows),
+                    .may_miss_prompts = may_miss_prompts(o, target, draft, iteration),
                     .max_missed =
                         varies_drafts(o) && has_windows(target, draft) ? kMaxMissedWithWindows : 0,
                     .max_exact_missed = num_kept > 0 ? num_kept - 1 : INT32_MAX,

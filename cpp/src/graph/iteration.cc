@@ -210,7 +210,7 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
       build(ctx, rows, b.verify_metadata[g], /*padded_rows=*/0);
     }
   }
-  const bool feeds_drafter = extent.num_first_rows > 0 || b.kept_hidden.num_tokens > 0;
+  const bool feeds_drafter = extent.num_first_rows > 0 || extent.keeps_hidden;
   HiddenTaps taps = feeds_drafter ? b.target_hidden : HiddenTaps{};
   taps.captures = captures;
   const bool is_all_read = captures.size() > 0 || extent.num_prompt_rows > 0 ||
@@ -253,11 +253,15 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
                       .target_tokens = b.target_tokens,
                       .results = b.results,
                       .max_seqs = extent.num_seqs,
-                      .method = options_.rejection_sample_method,
+                      .method = AcceptMethod::kCoupled,
                       .synthetic_rate = {}};
-  std::copy(options_.synthetic_rates.begin(), options_.synthetic_rates.end(),
-            params.synthetic_rate);
-  if (b.rejection.is_used()) {
+  // Without drafts for the next windows there are none to verify, so all methods are the same.
+  const bool has_drafts = extent.num_drafts > 0;
+  if (has_drafts) {
+    params.method = options_.rejection_sample_method;
+    std::ranges::copy(options_.synthetic_rates, params.synthetic_rate);
+  }
+  if (has_drafts && b.rejection.is_used()) {
     reject(ctx, b.rejection,
            {.inputs = b.staged,
             .sequences = b.sequences,
@@ -284,8 +288,7 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
 template <class Ctx>
 void Iteration::keep_hidden_states(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
-  const bool is_missed = extent.num_drafts == 0 || extent.gathers_hidden;
-  if (b.kept_hidden.num_tokens == 0 || !is_missed) return;
+  if (!extent.keeps_hidden) return;
   const int64_t row_bytes = b.target_hidden.width * dtype_bytes(b.activations.dtype);
   ctx.run(keep_hidden, KeepHiddenParams{.inputs = b.staged,
                                         .sequences = b.sequences,

@@ -118,6 +118,7 @@ struct IterationExtent {
   int32_t num_forks = 0;
   int32_t num_block_copies = 0;
   bool gathers_hidden = false;  // see Batch
+  bool keeps_hidden = false;    // see Batch
   // Whether sequences may use the logits pipeline (bias, penalties, bans, top-k, top-p, min-p) or
   // logprobs. If not, its ops are left out, since on a GPU an op takes time even without work.
   bool has_logit_work = true;
@@ -127,7 +128,8 @@ struct IterationExtent {
 // decoding sequences and k' = num_drafts.
 [[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
 [[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs,
-                                            int32_t num_drafts, bool has_logit_work = true);
+                                            int32_t num_drafts, bool has_logit_work = true,
+                                            bool keeps_hidden = false);
 
 // `rows` with the bounds of one pass.
 [[nodiscard]] inline PassRows with_extent(PassRows rows, int32_t num_rows, int32_t num_seqs,
@@ -211,7 +213,7 @@ class Iteration {
   void save_logits(Ctx& ctx, const IterationExtent& extent) const;
   template <class Ctx>
   void compute_logprobs(Ctx& ctx, const IterationExtent& extent) const;
-  // Keeps the hidden states of the verify pass, if the drafter will need them later.
+  // Keeps the hidden states of the verify pass, if the drafter may need them later.
   template <class Ctx>
   void keep_hidden_states(Ctx& ctx, const IterationExtent& extent) const;
   // Whether the drafter's passes read KV of `group`.

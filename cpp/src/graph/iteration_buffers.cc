@@ -301,7 +301,7 @@ IterationExtent full_extent(const BatchShape& shape) {
 }
 
 IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, int32_t num_drafts,
-                              bool has_logit_work) {
+                              bool has_logit_work, bool keeps_hidden) {
   const int32_t width = num_drafts + 1;
   return {.num_drafts = num_drafts,
           .num_seqs = num_seqs,
@@ -312,6 +312,7 @@ IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, int32_t
           .verify_rows_per_seq = width,
           .logit_rows_per_seq = width,
           .first_rows_per_seq = shape.first_rows_per_decode(num_drafts),
+          .keeps_hidden = keeps_hidden,
           .has_logit_work = has_logit_work};
 }
 

@@ -61,12 +61,14 @@ struct Sequence {
   // Prompt tokens that have been launched, and tokens that launches have emitted, or will, which
   // the drafter has missed.
   int32_t num_missed = 0;
+  // Of a draft head: the newest of these for which the target's hidden states are kept.
+  int32_t num_kept = 0;
   // The drafter has the KV of the first num_followed - 1 tokens, and maybe of one more. Not known
   // while launches are in flight in which it drafts.
   int32_t num_followed = 1;
   bool misses_prompt = false;  // the target computes the prompt alone
-  // The drafter has followed some tokens without the hidden states of the target, which were no
-  // longer kept, or with weights that have changed since. Its KV serves this sequence, but not
+  // The drafter has followed some tokens without the hidden states of the target, which were not
+  // kept, or with weights that have changed since. Its KV serves this sequence, but not
   // others.
   bool has_holes = false;
   // Where the sequence parts from earlier ones whose KV is cached, but not the state there; -1: it

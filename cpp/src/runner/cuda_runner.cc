@@ -109,6 +109,10 @@ void CudaRunner::warm_up() {
     for (const int32_t num_drafts : runner_->draft_lengths()) {
       extents.push_back(decode_extent(shape, n, num_drafts));
     }
+    if (runner_->buffers().kept_hidden.num_tokens > 0) {
+      extents.push_back(decode_extent(shape, n, /*num_drafts=*/0, /*has_logit_work=*/true,
+                                      /*keeps_hidden=*/true));
+    }
   }
   for (int32_t rows = 1; rows < shape.max_verify_rows; rows *= 2) {
     extents.push_back({.num_drafts = shape.num_draft_tokens,
@@ -157,8 +161,9 @@ void CudaRunner::launch(const Batch& batch) {
 std::vector<KernelTime> CudaRunner::launch_traced(const Batch& batch) {
   const DeviceScope scope(gpu_);
   begin_launch(batch);
-  const IterationExtent extent = decode_extent(runner_->options().shape, batch.counts().num_seqs,
-                                               batch.num_drafts, batch.has_logit_work);
+  const IterationExtent extent =
+      decode_extent(runner_->options().shape, batch.counts().num_seqs, batch.num_drafts,
+                    batch.has_logit_work, batch.keeps_hidden);
   std::optional<KernelTrace> trace;
   // The events are captured between the kernels, since the host could not enqueue short kernels
   // fast enough.

@@ -51,6 +51,7 @@ IterationExtent extent_of(const Batch& batch) {
                             .num_forks = counts.num_forks,
                             .num_block_copies = counts.num_block_copies,
                             .gathers_hidden = batch.gathers_hidden,
+                            .keeps_hidden = batch.keeps_hidden,
                             .has_logit_work = batch.has_logit_work};
   for (int32_t i = 0; i < counts.num_seqs; ++i) {
     extent.verify_rows_per_seq =
@@ -166,15 +167,17 @@ void IterationRunner<Ctx, Graph>::capture(
     if (on_capture) on_capture(static_cast<int32_t>(buckets_.size()), total);
     Bucket& bucket = buckets_.emplace_back();
     bucket.num_seqs = num_seqs;
-    for (const int32_t num_drafts : options_.draft_lengths) {
+    const auto variant = [&](int32_t num_drafts, bool keeps_hidden) -> Variant {
       const auto graphs = [&](bool has_logit_work) {
-        return capture_graphs(
-            decode_extent(options_.iteration.shape, num_seqs, num_drafts, has_logit_work));
+        return capture_graphs(decode_extent(options_.iteration.shape, num_seqs, num_drafts,
+                                            has_logit_work, keeps_hidden));
       };
-      Variant& variant = bucket.variants.emplace_back();
-      variant.plain = graphs(false);
-      variant.full = graphs(true);
+      return {.plain = graphs(false), .full = graphs(true)};
+    };
+    for (const int32_t num_drafts : options_.draft_lengths) {
+      bucket.variants.push_back(variant(num_drafts, /*keeps_hidden=*/false));
     }
+    if (buffers_.kept_hidden.num_tokens > 0) bucket.keeping = variant(0, /*keeps_hidden=*/true);
   }
   if (on_capture) on_capture(total, total);
 }
@@ -189,7 +192,9 @@ auto IterationRunner<Ctx, Graph>::graphs_of(int32_t num_seqs, const Batch& batch
   const std::vector<int32_t>& lengths = options_.draft_lengths;
   const auto length = std::find(lengths.begin(), lengths.end(), batch.num_drafts);
   PACELINE_CHECK(length != lengths.end(), "no graph is captured for ", batch.num_drafts, " drafts");
-  const Variant& variant = found->variants[static_cast<size_t>(length - lengths.begin())];
+  const Variant& variant = batch.keeps_hidden
+                               ? found->keeping
+                               : found->variants[static_cast<size_t>(length - lengths.begin())];
   return batch.has_logit_work ? variant.full : variant.plain;
 }
 
@@ -197,8 +202,10 @@ template <class Ctx, class Graph>
 std::vector<Graph*> IterationRunner<Ctx, Graph>::graphs() {
   std::vector<Graph*> all;
   for (Bucket& bucket : buckets_) {
-    for (Variant& variant : bucket.variants) {
-      for (Graphs* graphs : {&variant.plain, &variant.full}) {
+    std::vector<Variant*> variants = {&bucket.keeping};
+    for (Variant& variant : bucket.variants) variants.push_back(&variant);
+    for (Variant* variant : variants) {
+      for (Graphs* graphs : {&variant->plain, &variant->full}) {
         all.push_back(&graphs->decode);
         all.push_back(&graphs->draft_steps);
       }

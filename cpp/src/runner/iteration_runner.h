@@ -86,6 +86,7 @@ class IterationRunner {
   struct Bucket {
     int32_t num_seqs = 0;
     std::vector<Variant> variants;  // by index in draft_lengths
+    Variant keeping;                // k' = 0 where hidden states are kept; see Batch
   };
 
   [[nodiscard]] Graphs capture_graphs(const IterationExtent& extent);

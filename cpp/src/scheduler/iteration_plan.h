@@ -23,6 +23,7 @@ struct PlannedSequence {
   bool resets_state = false;
   int32_t num_drafts = 0;  // most drafts for the next window, or kLeftOut
   int32_t num_missed = 0;  // tokens that the drafter has missed and gets in this iteration
+  int32_t num_kept = 0;    // see StagedInputs
   // Position of the first of these rows if they are not all that it has missed; or kNoPart.
   int32_t catch_up_start = kNoPart;
   bool is_followed = true;   // the drafter has seen all tokens after this iteration
@@ -46,11 +47,16 @@ struct IterationPlan {
   // Set before planning: about how many prompt rows there may be in all, if a sequence decodes
   // beside them: the iteration has a multiple of SchedulerOptions::row_step.
   int32_t max_prompt_rows = INT32_MAX;
-  // Set before planning: prompts that begin are computed by the target alone, if the drafter may
-  // miss them (SchedulerOptions::may_miss_prompts).
+  // Set before planning: no drafts pay. So prompts that begin are computed by the target alone, if
+  // the drafter may miss them (SchedulerOptions::may_miss_prompts), and hidden states are kept for
+  // sequences that have just begun only.
   bool skips_prompts = false;
-  bool has_prefill = false;                // some sequence has rows that are not kDecode
-  bool is_whole = true;                    // no sequence catches up or is left out
+  bool has_prefill = false;   // some sequence has rows that are not kDecode
+  bool is_whole = true;       // no sequence catches up or is left out
+  bool keeps_hidden = false;  // see Batch
+  // The first pass runs, without drafts, for chunks of prompts and the sequences that decode
+  // beside them.
+  bool follows_chunks = false;
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival
   std::vector<TableWrite> table_writes;    // new block table entries, each at most once
   std::vector<SequenceFork> forks;      // each sequence slot occurs once, and none is also a parent

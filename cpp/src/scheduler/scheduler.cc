@@ -119,6 +119,7 @@ void Scheduler::add(Sequence& sequence) {
   sequence.cached_to = sequence.drafted_to = {};
   sequence.num_drafts_ahead = 0;
   sequence.num_missed = 0;
+  sequence.num_kept = 0;
   sequence.num_followed = 1;
   sequence.misses_prompt = false;
   sequence.has_holes = false;
@@ -286,7 +287,7 @@ bool Scheduler::admit_next(Sequence& sequence, const Sequence* parent, Budget& b
                            IterationPlan& plan) {
   PrefixCache::Match match;
   const int32_t num_adoptable = parent == nullptr ? this->num_adoptable(sequence) : 0;
-  if (num_adoptable > 0) match = find_prefix(sequence, num_adoptable);
+  if (num_adoptable > 0) match = find_prefix(sequence, plan, num_adoptable);
   // Further prompts that begin as this one and an earlier one do will find a state there.
   sequence.parting = match.num_known > match.num_tokens ? match.num_known : -1;
   if (match.num_tokens > budget.adopted) return false;

@@ -48,13 +48,14 @@ struct SchedulerOptions {
   // The values of k' for which there are graphs, ascending: 0, k and others. Empty: 0 and k.
   std::vector<int32_t> draft_lengths;
   bool drafter_falls_behind = false;  // it has KV of its own, for which it must see all tokens
-  // It can catch up with any tokens later, prompts too, and its KV is then as if it had missed
-  // none. So iterations may leave it out, and so may the prefix cache.
+  // It can catch up with any tokens later, prompts too. So iterations may leave it out, and so may
+  // the prefix cache.
   bool may_miss_prompts = false;
   // After it has missed more tokens of a sequence, the drafter does not draft for it again, since
   // its windows have moved on; 0: no bound.
   int32_t max_missed = 0;
-  // The most tokens missed after which the drafter's KV can be as if it had missed none.
+  // The most tokens missed after which the drafter's KV can be as if it had missed none. Of a draft
+  // head, hidden states are kept for one token more; none are if there is no bound.
   int32_t max_exact_missed = INT32_MAX;
   int32_t max_in_flight = 0;  // maximum iterations launched but not read, including the next
   bool enable_prefix_caching = false;
@@ -175,7 +176,8 @@ class Scheduler {
   // Whether it leaves out a planned chunk.
   [[nodiscard]] bool misses_chunk(const PlannedSequence& rows) const;
   // The prefix of a sequence that the prefix cache has, of at most num_tokens.
-  [[nodiscard]] PrefixCache::Match find_prefix(const Sequence& sequence, int32_t num_tokens);
+  [[nodiscard]] PrefixCache::Match find_prefix(const Sequence& sequence, const IterationPlan& plan,
+                                               int32_t num_tokens);
   // Finds what each first row of the sequence may follow, and admits it there.
   [[nodiscard]] bool admit_next(Sequence& sequence, const Sequence* parent, Budget& budget,
                                 IterationPlan& plan);
@@ -185,6 +187,15 @@ class Scheduler {
   void launch(Sequence& sequence, PlannedSequence rows, IterationPlan& plan);
   // Drafts that the device may have for the next window of a sequence, at most num_drafts.
   [[nodiscard]] int32_t num_ready_drafts(const Sequence& sequence, int32_t num_drafts) const;
+  // Whether the hidden states of all tokens that a draft head has missed were kept. Others need
+  // none.
+  [[nodiscard]] bool is_kept(const Sequence& sequence) const {
+    return !options_.follows_hidden || sequence.num_kept == sequence.num_missed;
+  }
+  // Whether some sequence needs its hidden states later, since the drafter misses its tokens now.
+  [[nodiscard]] bool wants_hidden(const IterationPlan& plan) const;
+  // Decides whether the iteration keeps hidden states, and counts those that each sequence has.
+  void plan_hidden(IterationPlan& plan) const;
   // Decides what the drafter does in the planned iteration.
   void plan_drafts(IterationPlan& plan) const;
   // Gives the rows the tokens that the drafter has missed, as far as there is room in the first

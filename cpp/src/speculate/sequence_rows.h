@@ -125,10 +125,11 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
       if (is_live && in_window >= 0) hidden_row = window_begin + in_window;
       if (is_live && in_window < 0) {
         // The newest state that is kept is that of the token before the newest.
-        hidden_row =
-            first + r + p.kept.num_tokens >= known_len - 1
-                ? p.kept.first_row + seq_slot * p.kept.num_tokens + (first + r) % p.kept.num_tokens
-                : p.kept.zero_row;
+        const bool is_kept =
+            -in_window <= p.inputs.num_kept[i] && first + r + p.kept.num_tokens >= known_len - 1;
+        hidden_row = is_kept ? p.kept.first_row + seq_slot * p.kept.num_tokens +
+                                   (first + r) % p.kept.num_tokens
+                             : p.kept.zero_row;
       }
       p.hidden_rows[begin + r] = hidden_row;
     } else if (p.hidden_rows != nullptr) {

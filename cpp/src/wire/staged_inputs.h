@@ -51,6 +51,8 @@ struct StagedInputs {
   int32_t* prefill_start;
   int32_t* next_token;     // [max_seqs] the prompt's token after an unfinished chunk; else 0
   int32_t* num_drafts;     // [max_seqs] most drafts for the next window, or kLeftOut
+  int32_t* num_kept;       // [max_seqs] newest tokens that the drafter has missed whose hidden
+                           // states were kept; see KeptHidden
   int32_t* verify_indptr;  // [max_seqs + 1] CSR offsets of each sequence's rows in the verify pass,
   int32_t* first_indptr;   // [max_seqs + 1] in the drafter's first pass,
   int32_t* logit_indptr;   // [max_seqs + 1] and among the rows of logits that draw
@@ -96,6 +98,7 @@ void visit_staged_arrays(const InputCapacity& c, const Visit& visit) {
   visit(&Inputs::prefill_start, c.seqs, &Counts::num_seqs, 0);
   visit(&Inputs::next_token, c.seqs, &Counts::num_seqs, 0);
   visit(&Inputs::num_drafts, c.seqs, &Counts::num_seqs, 0);
+  visit(&Inputs::num_kept, c.seqs, &Counts::num_seqs, 0);
   visit(&Inputs::verify_indptr, c.seqs + 1, &Counts::num_seqs, 1);
   visit(&Inputs::first_indptr, c.seqs + 1, &Counts::num_seqs, 1);
   visit(&Inputs::logit_indptr, c.seqs + 1, &Counts::num_seqs, 1);
@@ -107,7 +110,7 @@ void visit_staged_arrays(const InputCapacity& c, const Visit& visit) {
   visit(&Inputs::block_copies, c.block_copies, &Counts::num_block_copies, 0);
   visit(&Inputs::adopted_tokens, c.adopted_tokens, &Counts::num_adopted_tokens, 0);
 }
-inline constexpr int32_t kNumStagedArrays = 15;
+inline constexpr int32_t kNumStagedArrays = 16;
 
 // Does the same for the arrays that only the ring has.
 template <class Visit>
