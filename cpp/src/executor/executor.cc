@@ -2,6 +2,8 @@
 #include <paceline/executor.h>
 
 #include <algorithm>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -220,21 +222,25 @@ double Executor::Impl::set_drafter(std::shared_ptr<const Model> draft,
   if (target->device == Device::kCuda) check_padding(former->layout, next->layout);
   EngineParts parts = {.options = engine_options(sizes.options, *target, next->draft.get()),
                        .layout = &next->layout};
-  const auto start = [&] { parts.runner = next->start(targets, progress, former->kv_pools); };
   double rest_us = 0;
-  if (target->device == Device::kCuda && targets.size() > 1) {
-    // A runner of several GPUs warms up with exchanges. Beside iterations of another runner, each
-    // could wait for blocks that the kernels of the other keep from starting.
+  // Beside iterations on several GPUs, kernels of another runner could keep those from starting
+  // that others wait for, and so could the end of memory. So the engine rests meanwhile.
+  const auto at_rest = [&](const std::function<void()>& step) {
+    if (target->device != Device::kCuda || targets.size() == 1) return step();
     const int64_t begin = now_us();
-    engine->rest_while(start);
-    rest_us = static_cast<double>(now_us() - begin);
-  } else {
-    start();
-  }
-  rest_us += [&] {
+    engine->rest_while(step);
+    rest_us += static_cast<double>(now_us() - begin);
+  };
+  at_rest([&] { parts.runner = next->start(targets, progress, former->kv_pools); });
+  std::exception_ptr failure;
+  try {
     const std::scoped_lock lock(mutex);
-    return engine->replace(parts, [&] { drafting = next; });
-  }();
+    rest_us += engine->replace(parts, [&] { drafting = next; });
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  at_rest([&] { parts.runner.reset(); });  // the former one, or the new one where it is refused
+  if (failure != nullptr) std::rethrow_exception(failure);
   log_made(LogLevel::kInfo, [&] {
     return concat("The drafter has changed: k = ", sizes.options.speculative.num_speculative_tokens,
                   "; the engine rested for ", rest_us * 1e-3, " ms");

@@ -138,7 +138,7 @@ class _Bench:
 
     @property
     def _num_gpus(self) -> int:
-        """GPUs that share the target. Ranks on the CPU share the machine, so the floor is its own."""
+        """GPUs that share the target; the floor of ranks on the CPU is that of the machine."""
         return self.args.tensor_parallel_size if self.setup.device == "cuda" else 1
 
     def measure(self, cell: _Cell) -> None:
