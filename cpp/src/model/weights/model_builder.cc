@@ -532,6 +532,10 @@ void update_models(std::span<const ModelUpdate> updates) {
     for (const Write& write : writes) {
       if (write.named->packed) (void)write.impl->model->weights.arena.memory().scratch();
     }
+    for (const ModelUpdate& update : updates) {
+      const std::scoped_lock lock(update.model->use.mutex);
+      ++update.model->use.num_updates;
+    }
     for (const Write& write : writes) {
       write.impl->write(*write.named, write.source, write.tensor->dtype, write.tensor->device,
                         write.values);
