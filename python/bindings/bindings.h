@@ -81,5 +81,6 @@ void register_event(py::module_& module);
 void register_executor(py::module_& module);
 void register_limits(py::module_& module);
 void register_log(py::module_& module);
+void register_receipts(py::module_& module);
 
 }  // namespace paceline::python

@@ -36,6 +36,7 @@ PYBIND11_MODULE(_core, module) {
   register_executor(module);
   register_limits(module);
   register_log(module);
+  register_receipts(module);
 
   module.def("version", &paceline::version, R"doc(Returns the version of the C++ library.
 

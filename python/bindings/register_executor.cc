@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <paceline/executor.h>
+#include <paceline/receipt.h>
 
 #include "bindings.h"
 #include "executor/default_options.h"
@@ -227,6 +228,31 @@ Returns:
 Raises:
     ValueError: A request can never run; the message says which.
     RuntimeError: The executor is closed.
+)doc")
+      .def(
+          "folder_receipt",
+          [](PyExecutor& self, const std::string& folder, const Request& request, int32_t sample,
+             const std::vector<int32_t>& token_ids, const std::string& finish_reason,
+             bool with_text) {
+            return self.call([&](Executor& executor) {
+              const ReceiptMaker maker(load_model_folder(folder), executor);
+              return maker.make(
+                  request, sample, token_ids,
+                  finish_reason == "stop" ? FinishReason::kStop : FinishReason::kLength,
+                  with_text ? ReceiptForm::kWithText : ReceiptForm::kDigests);
+            });
+          },
+          py::arg("folder"), py::arg("request"), py::arg("sample"), py::arg("token_ids"),
+          py::arg("finish_reason"), py::arg("with_text"),
+          R"doc(Returns the receipt that a program in C++ makes of an output, as canonical JSON.
+
+Args:
+    folder: The folder that `paceline convert` wrote, from which the target of this executor comes.
+    request: The request.
+    sample: Which of its samples.
+    token_ids: All tokens of the sample.
+    finish_reason: "stop" or "length".
+    with_text: Whether the receipt shows its inputs.
 )doc")
       .def(
           "cancel",

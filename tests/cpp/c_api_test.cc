@@ -3,19 +3,27 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <paceline/error.h>
 #include <paceline/executor.h>
 #include <paceline/model.h>
 #include <paceline/paceline.h>
+#include <paceline/receipt.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/check.h"
+#include "model/weights/safetensors_file.h"
 #include "support/c_api_fixture.h"
+#include "support/errors.h"
 
 namespace paceline {
 namespace {
@@ -27,6 +35,7 @@ using ::testing::Each;
 using ::testing::HasSubstr;
 using testing::kMaxModelLen;
 using testing::kNumSpeculativeTokens;
+using testing::message_of;
 using ::testing::SizeIs;
 
 TEST_F(CApi, GivesTheTokensOfTheCppInterface) {
@@ -87,6 +96,101 @@ TEST_F(CApi, ARequestGoesOnAfterItsFirstTokens) {
   prompt_.insert(prompt_.end(), whole.begin(), whole.begin() + 17);
   given.num_resumed_tokens = 17;
   EXPECT_EQ(run(given).at(0).tokens, std::vector<int32_t>(whole.begin() + 17, whole.end()));
+}
+
+TEST_F(CApi, ReceiptsAreThoseOfTheCppInterface) {
+  setenv("XDG_CACHE_HOME", folder_.path().c_str(), /*overwrite=*/1);  // keeps the digests
+  open();
+  const ModelFolder folder = load_model_folder(folder_.path());
+  ExecutorOptions cpp_options;
+  cpp_options.max_model_len = kMaxModelLen;
+  const Executor executor(folder.target, folder.draft, cpp_options);
+  const ReceiptMaker maker(folder, executor);
+  Request request;
+  request.prompt = prompt_;
+  request.sampling = {.temperature = 1.5,
+                      .seed = 5,
+                      .max_tokens = 40,
+                      .stop_token_ids = {4},
+                      .logit_bias = {{3, 0.5f}, {2, -1.f}},
+                      .top_k = 20};
+  request.num_samples = 3;
+  const std::vector<int32_t> biased = {3, 2};
+  const std::vector<float> biases = {0.5f, -1.f};
+  paceline_sampling given = sampling();
+  given.temperature = 1.5;
+  given.seed = 5;
+  given.max_tokens = 40;
+  given.num_samples = 3;
+  given.top_k = 20;
+  given.logit_bias_token_ids = biased.data();
+  given.logit_bias_values = biases.data();
+  given.num_logit_bias = 2;
+  const auto receipt_of = [&](const paceline_output& output) {
+    const char* text = nullptr;
+    const paceline_status status =
+        paceline_receipt(engine_, prompt_.data(), prompt_.size(), &given, &output, &text);
+    EXPECT_EQ(status == PACELINE_OK, text != nullptr);
+    return std::string(text != nullptr ? text : paceline_last_error());
+  };
+  for (const auto& [sample, output] : run(given)) {
+    paceline_output ended = {.size = sizeof(ended),
+                             .sample = sample,
+                             .token_ids = output.tokens.data(),
+                             .num_token_ids = output.tokens.size(),
+                             .finish_reason = output.last.finish_reason,
+                             .with_text = sample % 2};
+    const auto form = sample % 2 == 1 ? ReceiptForm::kWithText : ReceiptForm::kDigests;
+    const auto reason = static_cast<FinishReason>(output.last.finish_reason);
+    const std::string expected = maker.make(request, sample, output.tokens, reason, form);
+    EXPECT_EQ(receipt_of(ended), expected);
+    EXPECT_EQ(expected.find("\"inputs\"") != std::string::npos, sample % 2 == 1);
+    EXPECT_THAT(expected, HasSubstr(concat("\"seed\":\"", 5 + sample, "\"")));
+    // What was resumed is output, too.
+    Request resumed = request;
+    resumed.num_samples = 1;
+    resumed.sampling.seed += static_cast<uint64_t>(sample);
+    resumed.prompt.insert(resumed.prompt.end(), output.tokens.begin(), output.tokens.begin() + 1);
+    resumed.num_resumed_tokens = 1;
+    EXPECT_EQ(maker.make(resumed, 0, std::span(output.tokens).subspan(1), reason, form), expected);
+    ended.finish_reason = PACELINE_FINISH_ERROR;
+    EXPECT_THAT(receipt_of(ended), HasSubstr("finish_reason is kNone or kError; allowed: kStop"));
+    ended.finish_reason = static_cast<paceline_finish_reason>(77);
+    EXPECT_THAT(receipt_of(ended), HasSubstr("finish_reason is"));
+    ended.finish_reason = PACELINE_FINISH_STOP;
+    ended.token_ids = nullptr;
+    EXPECT_THAT(receipt_of(ended), HasSubstr("token_ids of paceline_output is null"));
+    ended.sample = 3;
+    ended.num_token_ids = 0;
+    EXPECT_THAT(receipt_of(ended), HasSubstr("sample is 3; allowed: 0 to 2"));
+  }
+  // The folder's files do not have weights that have been updated.
+  const SafetensorsFile file(folder.origin.weights.path);
+  std::vector<std::vector<std::byte>> values;
+  ModelUpdate update{.model = folder.target, .tensors = {}};
+  for (const std::string_view name : file.names()) {
+    const StoredTensor tensor = *file.find(name);
+    ASSERT_EQ(tensor.dtype, "F32");
+    file.read(tensor, 0, values.emplace_back(static_cast<size_t>(tensor.bytes)));
+    update.tensors.push_back({.name = std::string(name),
+                              .dtype = DType::kFloat32,
+                              .shape = {tensor.shape.begin(), tensor.shape.end()},
+                              .data = values.back().data()});
+  }
+  update_models(std::vector<ModelUpdate>{update});
+  const std::vector<int32_t> tokens = {1, 2};
+  const auto make = [&] { (void)maker.make(request, 0, tokens, FinishReason::kLength); };
+  EXPECT_THAT(message_of<Unsupported>(make), HasSubstr("the weights have been updated since"));
+  EXPECT_THAT(message_of<Unsupported>([&] { ReceiptMaker(folder, executor); }),
+              HasSubstr("the weights have been updated since"));
+  // A folder whose weights have been written again since.
+  const std::string& weights = folder.origin.weights.path;
+  std::filesystem::last_write_time(weights, std::filesystem::file_time_type::clock::now());
+  EXPECT_THAT(message_of<InvalidArgument>([&] { ReceiptMaker(folder, executor); }),
+              HasSubstr("has changed since its weights were loaded"));
+  EXPECT_THAT(
+      message_of<InvalidArgument>([&] { ReceiptMaker({.target = folder.target}, executor); }),
+      HasSubstr("folder was not read by load_model_folder"));
 }
 
 TEST_F(CApi, RequestsOfDifferentSaltsShareNoKv) {

@@ -218,6 +218,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
     assert same == {
         *("detokenize", "spaces_between_special_tokens", "structured_outputs"),  # for programs
         "num_speculative_tokens",  # the option of this name is that of the engine
+        "speculative_method",  # --speculative-config chooses those of the engine
         "return_token_sources",  # --color shows them
         "receipt",  # --receipts
     }

@@ -29,34 +29,34 @@ def test_digests_of_files_are_cached(
     digest_cache: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = copy_of(TARGET)
-    read: list[Any] = []
-    digest = hashlib.file_digest
-
-    def count(file: Any, name: Any) -> Any:
-        read.append(file.name)
-        return digest(file, name)
-
-    monkeypatch.setattr(hashlib, "file_digest", count)
     stamp = FileStamp.of(folder / "model.safetensors")
     expected = hashlib.sha256(stamp.path.read_bytes()).hexdigest()
-    assert digests.file_digests([stamp]) == digests.file_digests([stamp]) == [expected]
-    assert len(read) == 1
-    # An entry that is damaged, of another file, or cannot be written costs time only.
-    entry = digests._entry_of(stamp)
-    assert entry.parent == digest_cache
-    values = json.loads(entry.read_text())
-    for text in ("", "[]", "{", json.dumps(values | {"size": 1}), '{"sha256": 4}'):
-        entry.write_text(text)
-        assert digests.file_digests([stamp]) == [expected]
-    assert len(read) == 6
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    before = set(digest_cache.glob("*"))
     assert digests.file_digests([stamp]) == [expected]
+    (entry,) = set(digest_cache.glob("*")) - before
+    text = entry.read_text()
+    assert json.loads(text)["sha256"] == expected and json.loads(text)["size"] == stamp.size
+    # What the cache has is not computed again.
+    other = "0" * 64
+    entry.write_text(text.replace(expected, other))
+    assert digests.file_digests([stamp]) == [other]
+    # An entry that is damaged, of another file, or cannot be written costs time only.
+    values = json.loads(text)
+    for damaged in ("", "[]", "{", "[" * 100, json.dumps(values | {"size": 1}), '{"sha256": 4}'):
+        entry.write_text(damaged)
+        assert digests.file_digests([stamp]) == [expected]
+        assert entry.read_text() == text
+    for folders in ("/proc/none", str(stamp.path)):
+        monkeypatch.setenv("XDG_CACHE_HOME", folders)
+        assert digests.file_digests([stamp]) == [expected]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(digest_cache.parents[1]))
     # A file whose time was set back is another one all the same.
     contents = bytearray(stamp.path.read_bytes())
     contents[-1] ^= 1
     stamp.path.write_bytes(contents)
     os.utime(stamp.path, ns=(stamp.mtime_ns, stamp.mtime_ns))
-    assert digests._read_entry(entry, FileStamp.of(stamp.path)) is None
+    now = FileStamp.of(stamp.path)
+    assert digests.file_digests([now]) == [hashlib.sha256(contents).hexdigest()]
 
 
 def test_a_file_that_changed_since_it_was_loaded_is_refused(copy_of: Callable[..., Path]) -> None:

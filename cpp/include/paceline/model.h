@@ -141,6 +141,24 @@ PACELINE_API void update_models(std::span<const ModelUpdate> updates);
 // A copy of the bytes of all weights, for equality tests.
 [[nodiscard]] PACELINE_API std::vector<std::byte> model_weight_arena(const Model& model);
 
+// Tells whether a file is still the one that was opened.
+struct FileStamp {
+  std::string path;
+  int64_t bytes = 0;
+  int64_t modified_ns = 0;  // when its contents changed last, which a program can set
+  int64_t changed_ns = 0;   // when it changed last in any way, which no program can set
+  uint64_t inode = 0;
+
+  bool operator==(const FileStamp&) const = default;
+};
+
+// What receipts say of a target (receipt.h).
+struct FolderOrigin {
+  std::string directory;
+  FileStamp weights;          // the file of the target's weights when it was opened
+  std::string config_digest;  // SHA-256 of the canonical form of the target's description
+};
+
 // The content of a folder that `paceline convert` wrote: a target, optionally a drafter, and their
 // defaults.
 struct ModelFolder {
@@ -148,6 +166,7 @@ struct ModelFolder {
   std::shared_ptr<const Model> draft;   // null without a drafter
   int32_t num_speculative_tokens = 0;   // default k, 1..16; 0 without a drafter
   std::vector<int32_t> stop_token_ids;  // the target's end-of-sequence ids
+  FolderOrigin origin;
 };
 
 // Reads DIRECTORY/paceline.json and the safetensors files beside it onto a device. Throws

@@ -217,6 +217,28 @@ typedef struct paceline_event {
 PACELINE_API paceline_status paceline_poll(paceline_engine* engine, int32_t timeout_ms,
                                            paceline_event* event);
 
+// ---- receipts ----------------------------------------------------------------------------------
+
+// A sample that has ended, as its events told it.
+typedef struct paceline_output {
+  size_t size;     // sizeof(paceline_output)
+  int32_t sample;  // 0 to num_samples - 1
+  // All its tokens. Those that the request has resumed are in the prompt.
+  const int32_t* token_ids;
+  size_t num_token_ids;
+  paceline_finish_reason finish_reason;  // STOP, LENGTH or CANCELLED
+  int32_t with_text;  // not 0: the receipt shows the prompt and lists of tokens, not only digests
+} paceline_output;
+
+// Sets *receipt to the receipt of an output as one line of JSON (docs/receipts.md), from which
+// `paceline verify` replays it. The request is given as to paceline_add; sampling may be null. The
+// text is valid until this thread's next call of this function. The first call of an engine
+// computes the digest of its weights, about a second for each GB unless the cache has it.
+PACELINE_API paceline_status paceline_receipt(paceline_engine* engine, const int32_t* token_ids,
+                                              size_t num_token_ids,
+                                              const paceline_sampling* sampling,
+                                              const paceline_output* output, const char** receipt);
+
 // ---- counters ----------------------------------------------------------------------------------
 
 // Counters since the start, the load now, and sizes. paceline/executor.h explains them further.

@@ -20,6 +20,7 @@
 #include <paceline/log.h>
 #include <paceline/model.h>
 #include <paceline/paceline.h>
+#include <paceline/receipt.h>
 #include <paceline/version.h>
 
 #include "base/check.h"
@@ -39,6 +40,9 @@ struct paceline_engine {
   bool is_polling = false;                     // a thread waits for events of the executor
   std::vector<paceline::RequestEvent> events;  // the last ones that a thread has got
   size_t num_returned = 0;                     // of these
+
+  std::mutex receipt_mutex;  // of the field below
+  std::optional<paceline::ReceiptMaker> receipts;
 };
 
 namespace paceline {
@@ -239,6 +243,20 @@ SamplingOptions sampling_options(const paceline_sampling& given, const ModelFold
           .min_p = given.min_p};
 }
 
+Request read_request(const ModelFolder& folder, const int32_t* token_ids, size_t num_token_ids,
+                     const paceline_sampling* sampling) {
+  paceline_sampling given = default_sampling();
+  if (sampling != nullptr) given = read_struct("paceline_sampling", *sampling, given);
+  Request request;
+  request.prompt = read_array("token_ids", token_ids, num_token_ids);
+  request.sampling = sampling_options(given, folder);
+  request.num_samples = given.num_samples;
+  request.num_speculative_tokens = given.num_speculative_tokens;
+  request.num_resumed_tokens = given.num_resumed_tokens;
+  if (given.cache_salt != nullptr) request.cache_salt = given.cache_salt;
+  return request;
+}
+
 // ---- events and log -----------------------------------------------------------------------------
 
 static_assert(PACELINE_FINISH_NONE == static_cast<int>(FinishReason::kNone));
@@ -366,16 +384,8 @@ paceline_status paceline_add(paceline_engine* engine, const int32_t* token_ids,
     check_not_null("engine", engine);
     check_not_null("token_ids", token_ids);
     check_not_null("request_id", request_id);
-    paceline_sampling given = default_sampling();
-    if (sampling != nullptr) given = read_struct("paceline_sampling", *sampling, given);
-    Request request;
-    request.prompt = read_array("token_ids", token_ids, num_token_ids);
-    request.sampling = sampling_options(given, engine->folder);
-    request.num_samples = given.num_samples;
-    request.num_speculative_tokens = given.num_speculative_tokens;
-    request.num_resumed_tokens = given.num_resumed_tokens;
-    if (given.cache_salt != nullptr) request.cache_salt = given.cache_salt;
-    const std::optional<RequestId> id = engine->executor.add_request(std::move(request));
+    const std::optional<RequestId> id = engine->executor.add_request(
+        read_request(engine->folder, token_ids, num_token_ids, sampling));
     if (!id.has_value()) {
       return fail(PACELINE_QUEUE_FULL,
                   "the queue is full; poll events, then add the request again");
@@ -405,6 +415,33 @@ paceline_status paceline_poll(paceline_engine* engine, int32_t timeout_ms, pacel
     const std::optional<RequestEvent> next = next_event(*engine, timeout_ms);
     if (!next.has_value()) return fail(PACELINE_NO_EVENT, "no event within the timeout");
     write_struct("paceline_event", c_event(*next), event->size, *event);
+    return PACELINE_OK;
+  });
+}
+
+paceline_status paceline_receipt(paceline_engine* engine, const int32_t* token_ids,
+                                 size_t num_token_ids, const paceline_sampling* sampling,
+                                 const paceline_output* output, const char** receipt) {
+  return guarded([&] {
+    check_not_null("engine", engine);
+    check_not_null("token_ids", token_ids);
+    check_not_null("output", output);
+    check_not_null("receipt", receipt);
+    *receipt = nullptr;
+    const paceline_output given = read_struct("paceline_output", *output, paceline_output{});
+    const Request request = read_request(engine->folder, token_ids, num_token_ids, sampling);
+    const ReceiptMaker& maker = [&]() -> const ReceiptMaker& {
+      const std::scoped_lock lock(engine->receipt_mutex);
+      if (!engine->receipts.has_value()) engine->receipts.emplace(engine->folder, engine->executor);
+      return *engine->receipts;
+    }();
+    thread_local std::string text;
+    text =
+        maker.make(request, given.sample,
+                   read_array("token_ids of paceline_output", given.token_ids, given.num_token_ids),
+                   static_cast<FinishReason>(given.finish_reason),
+                   given.with_text != 0 ? ReceiptForm::kWithText : ReceiptForm::kDigests);
+    *receipt = text.c_str();
     return PACELINE_OK;
   });
 }

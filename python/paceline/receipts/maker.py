@@ -6,10 +6,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import os
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
@@ -27,28 +25,6 @@ if TYPE_CHECKING:
 _HIDDEN: Final = ("bad_words", "allowed_token_ids")
 # Parameters that decide which text a stop string is looked for in.
 _TEXT_PARAMS: Final = ("skip_special_tokens", "spaces_between_special_tokens")
-
-
-def device_class(device: str) -> str:
-    """Describes what decides the last bits of logits: the device, and which instructions it has.
-
-    Args:
-        device: "cpu" or "cuda".
-
-    Returns:
-        For example "cpu avx512f avx512_bf16", or "cuda sm_90".
-    """
-    if device == "cuda":
-        portable = " portable" if os.environ.get("PACELINE_PORTABLE") == "1" else ""
-        return f"cuda sm_{_core.cuda_status()['compute_capability']}{portable}"
-    # With these, products of bfloat16 weights round their input to bfloat16.
-    try:
-        has_products = " avx512_bf16 " in Path("/proc/cpuinfo").read_text("utf-8").replace(
-            "\n", " "
-        )
-    except (OSError, UnicodeDecodeError):
-        has_products = False
-    return f"{device} {_core.build_info()['cpu_features']}{' avx512_bf16' * has_products}"
 
 
 class Receipts:
@@ -111,7 +87,7 @@ class Receipts:
         target = self._target
         template = self._templates.find_text()
         if self._device is None:
-            self._device = device_class(target.model.device)
+            self._device = _core.device_class(target.model.device)
         return {
             VERSION_KEY: VERSION,
             "runtime": _core.version(),

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from paceline import _core
 from paceline.checks import did_you_mean, parse_json, quoted, shorten
 from paceline.limits import MAX_INT, MAX_SEED
 from paceline.receipts.digests import FILES, MEMORY, canonical, digest
@@ -83,12 +83,9 @@ def chain_of(receipt: Mapping[str, Any]) -> dict[str, str]:
         little-endian integer of 8 bytes; the last one is that of the link before and the finish
         reason.
     """
-    sha256 = hashlib.sha256
-    first = link = sha256(canonical(header_of(receipt))).digest()
-    for token in receipt["tokens"]:
-        link = sha256(link + token.to_bytes(8, "little")).digest()
-    last = sha256(link + receipt["finish_reason"].encode())
-    return {"first": first.hex(), "last": last.hexdigest()}
+    header = canonical(header_of(receipt))
+    first, last = _core.receipt_chain(header, receipt["tokens"], receipt["finish_reason"])
+    return {"first": first, "last": last}
 
 
 def edited_part(receipt: Mapping[str, Any]) -> str | None:

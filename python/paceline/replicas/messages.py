@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from paceline import _core
-from paceline.receipts.maker import device_class
 
 if TYPE_CHECKING:
     from paceline.config import EngineConfig
@@ -117,7 +116,7 @@ class Facts:
         capabilities: See `LLM.capabilities`. Asking CUDA in the server would take memory of a GPU.
         memory_report: Of one replica.
         stats: The result of `_core.Executor.stats` when they were collected.
-        device: The class of the device; see `device_class`.
+        device: The class of the device; see `_core.device_class`.
     """
 
     target: LoadedModel
@@ -144,7 +143,7 @@ class Facts:
             capabilities=llm.capabilities(),
             memory_report=executor.memory_report(),
             stats=executor.stats(),
-            device=device_class(llm.target.model.device),
+            device=_core.device_class(llm.target.model.device),
         )
 
 

@@ -664,6 +664,10 @@ void update_models(std::span<const ModelUpdate> updates) {
     }
     // After the first write nothing fails for want of memory.
     for (const auto& impl : impls) impl->prepare_packing();
+    for (const ModelUpdate& update : updates) {
+      const std::scoped_lock lock(update.model->use.mutex);
+      ++update.model->use.num_updates;
+    }
     for (const Write& write : writes) {
       write.impl->write(*write.named, write.source, write.tensor->dtype, write.tensor->device,
                         write.values);

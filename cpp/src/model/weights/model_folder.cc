@@ -14,8 +14,11 @@
 #include <system_error>
 
 #include "base/boundary.h"
+#include "base/canonical_json.h"
 #include "base/check.h"
 #include "base/json.h"
+#include "base/sha256.h"
+#include "model/weights/file_digest.h"
 #include "model/weights/model_impl.h"
 #include "model/weights/regular_file.h"
 #include "model/weights/safetensors_file.h"
@@ -90,11 +93,12 @@ auto with_name(const std::string& name, Step step) {
 // Makes the builder of a model that has this description and dtype.
 using MakeBuilder = std::function<ModelBuilder(std::string_view config_json, DType dtype)>;
 
-// `role`: "target" or "draft".
+// `role`: "target" or "draft". origin: gets what receipts say of the model; null: nothing.
 [[nodiscard]] std::shared_ptr<const Model> load_model(const std::string& directory,
                                                       const std::string& description,
                                                       const Json& json, std::string_view role,
-                                                      const MakeBuilder& make) {
+                                                      const MakeBuilder& make,
+                                                      FolderOrigin* origin) {
   constexpr std::array<std::string_view, 3> kRequired = {"weights", "dtype", "config"};
   constexpr std::array<std::string_view, 1> kOptional = {"architecture"};
   json.check_keys(kRequired, kOptional);
@@ -103,9 +107,11 @@ using MakeBuilder = std::function<ModelBuilder(std::string_view config_json, DTy
   }
   const DType dtype = weight_dtype(json.at("dtype"));
   const std::string path = file_beside(directory, json.at("weights"));
+  if (origin != nullptr) *origin = {.directory = directory, .weights = file_stamp(path)};
   const SafetensorsFile file(path);
   auto builder = with_name(concat(description, ": ", role, ".config"),
                            [&] { return make(json.at("config").text(), dtype); });
+  if (origin != nullptr) origin->config_digest = sha256_hex(canonical_json(json.at("config")));
   return with_name(path, [&] {
     for (std::string_view name : file.names()) {
       const StoredTensor tensor = *file.find(name);
@@ -154,7 +160,8 @@ using MakeBuilder = std::function<ModelBuilder(std::string_view config_json, DTy
       } else if (num_tokens) {
         num_tokens->refuse("no such key without a draft");
       }
-      folder.target = load_model(directory, path, root.at("target"), "target", make_target);
+      folder.target =
+          load_model(directory, path, root.at("target"), "target", make_target, &folder.origin);
       const int32_t vocab_size = model_vocab_size(*folder.target);
       for (const Json& id : root.at("stop_token_ids").elements()) {
         folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
@@ -163,7 +170,7 @@ using MakeBuilder = std::function<ModelBuilder(std::string_view config_json, DTy
         static_cast<void>(bos->as_int(0, vocab_size - 1));
       }
       if (draft) {
-        folder.draft = load_model(directory, path, *draft, "draft", make_draft);
+        folder.draft = load_model(directory, path, *draft, "draft", make_draft, nullptr);
         // No other owner has the model yet.
         std::const_pointer_cast<Model>(folder.draft)->default_draft_tokens =
             folder.num_speculative_tokens;

@@ -17,6 +17,7 @@ struct ModelUse {
   std::mutex mutex;
   int32_t num_executors = 0;
   bool is_updating = false;
+  int64_t num_updates = 0;
 };
 
 // The definition of the opaque Model of the public headers.
