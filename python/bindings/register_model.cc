@@ -195,24 +195,33 @@ Raises:
 )doc");
   module.def(
       "split_model",
-      [](const PyModel& model, const std::vector<int32_t>& gpus, bool is_drafter) {
+      [](const PyModel& model, const std::vector<int32_t>& gpus, bool is_drafter,
+         int32_t draft_tensor_parallel_size) {
         const GilRelease release;
-        return PyModel{
-            split_model(model.model, gpus, is_drafter ? GpuShare::kCopy : GpuShare::kPart)};
+        const GpuShare share = is_drafter
+                                   ? drafter_share(*model.model, static_cast<int32_t>(gpus.size()),
+                                                   draft_tensor_parallel_size)
+                                   : GpuShare::kPart;
+        return PyModel{split_model(model.model, gpus, share)};
       },
       py::arg("model"), py::arg("gpus"), py::kw_only(), py::arg("is_drafter"),
+      py::arg("draft_tensor_parallel_size") = 0,
       R"doc(Copies a model from the CPU to GPUs, each of which is a rank.
 
 Args:
     model: The model; it may be dropped afterwards.
     gpus: The GPU of each rank, of those that the process sees, from 0.
-    is_drafter: Each GPU gets the whole model, and not what its rank computes.
+    is_drafter: Each GPU gets what `draft_tensor_parallel_size` says, and not in any case what its
+        rank computes.
+    draft_tensor_parallel_size: Of a drafter: as many as there are GPUs, so that each gets a part;
+        1, so that each gets all; or 0, which chooses by bytes (docs/tensor-parallel.md).
 
 Returns:
     The model on the GPUs.
 
 Raises:
-    ValueError: The model is not on the CPU, or a GPU is named twice.
+    ValueError: The model is not on the CPU, a GPU is named twice, or
+        `draft_tensor_parallel_size` is another number.
     NotImplementedError: Ranks cannot share the model; or a GPU is missing, is of another kind, or
         cannot access the memory of another.
     paceline.OutOfMemoryError: The memory of a GPU is too small.

@@ -150,7 +150,8 @@ class LLM(RunningLLM):
                 progress=show_progress,
             )
             if gpus:
-                target, draft = split_pair(target, draft, gpus)
+                size = None if speculative is None else speculative.draft_tensor_parallel_size
+                target, draft = split_pair(target, draft, gpus, size)
             lifetime.check_not_exiting()
             if tokenizer_info is not None:
                 target = dataclasses.replace(target, tokenizer=tokenizer_info)

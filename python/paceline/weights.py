@@ -77,7 +77,8 @@ def load_state_dicts(
         progress=progress,
     )
     if gpus:
-        loaded, drafter = split_pair(loaded, drafter, gpus)
+        size = None if speculative is None else speculative.draft_tensor_parallel_size
+        loaded, drafter = split_pair(loaded, drafter, gpus, size)
     return loaded, drafter, speculative
 
 

@@ -322,8 +322,9 @@ TEST_F(CudaRanks, AnyNumberOfThemHasTheBitsOfOne) {
       options.poison_freed_blocks = random() % 2 == 0;
       options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
                                               DraftDriver::kEager, DraftDriver::kWhile);
+      const GpuShare share = pick(GpuShare::kCopy, GpuShare::kPart);
       Executor executor(on_gpus(target, num_ranks, GpuShare::kPart),
-                        k > 0 ? on_gpus(draft, num_ranks, GpuShare::kCopy) : nullptr, options);
+                        k > 0 ? on_gpus(draft, num_ranks, share) : nullptr, options);
       const std::vector<Outcome> outcomes = run(executor, jobs);
       expect_same(outcomes, expected);
       EXPECT_EQ(executor.check_integrity(), "");
@@ -335,7 +336,7 @@ TEST_F(CudaRanks, AnyNumberOfThemHasTheBitsOfOne) {
               static_cast<long long>(tally.drafted));
 }
 
-TEST_F(CudaRanks, DraftHeadsAreWholeOnEveryRank) {
+TEST_F(CudaRanks, DraftersThatAreSharedDraftTheSameTokens) {
   std::vector<testing::TinyDraftHead> heads = testing::all_heads(64, 20);
   for (const auto& drafter : testing::all_block_drafters()) heads.push_back(drafter);
   std::mt19937_64 random(9);
@@ -347,23 +348,47 @@ TEST_F(CudaRanks, DraftHeadsAreWholeOnEveryRank) {
                              .max_position = 1024,
                              .windows = {8, 0, 20},
                              .is_gemma = which % 2 == 0};
+    heads[which].decoder.num_kv_heads = which % 3 == 0 ? 1 : 4;
     const testing::RawModel raw =
         testing::random_raw_model(testing::tiny_config_json(shape), which);
     const testing::RawModel raw_head = testing::random_raw_head(heads[which], which + 1);
     const std::vector<Job> jobs = random_jobs(random, 8, 64, which % 2 * 0.8, 100, 60);
     Executor plain(raw.build(DType::kBFloat16, Device::kCuda), nullptr, options_of(1, 0));
     const std::vector<Outcome> expected = run(plain, jobs);
-    const auto target = on_gpus(raw.build(DType::kBFloat16), 2, GpuShare::kPart);
-    const auto head = on_gpus(raw_head.build(DType::kBFloat16), 2, GpuShare::kCopy);
-    const auto start = [&] { return std::make_unique<Executor>(target, head, options_of(2, 4)); };
+    const auto options = [](int32_t num_ranks) {
+      ExecutorOptions o = options_of(num_ranks, 4);
+      o.speculative.adaptive = false;  // which depends on times
+      return o;
+    };
     if (heads[which].kind == DrafterKind::kGemma4Mtp) {
-      EXPECT_THAT(message_of<Unsupported>([&] { static_cast<void>(start()); }),
+      const auto target = on_gpus(raw.build(DType::kBFloat16), 2, GpuShare::kPart);
+      const auto head = on_gpus(raw_head.build(DType::kBFloat16), 2, GpuShare::kCopy);
+      EXPECT_THAT(message_of<Unsupported>([&] { Executor(target, head, options(2)); }),
                   HasSubstr("reads the KV"));
       continue;
     }
-    const auto executor = start();
-    expect_same(run(*executor, jobs), expected);
-    EXPECT_EQ(executor->check_integrity(), "");
+    Executor on_one(raw.build(DType::kBFloat16, Device::kCuda),
+                    raw_head.build(DType::kBFloat16, Device::kCuda), options(1));
+    const std::vector<Outcome> speculative = run(on_one, jobs);
+    expect_same(speculative, expected);
+    for (const int32_t num_ranks : rank_counts()) {
+      for (const GpuShare share : {GpuShare::kCopy, GpuShare::kPart}) {
+        SCOPED_TRACE(std::to_string(num_ranks) + " ranks, each with " +
+                     (share == GpuShare::kPart ? "a part" : "all") + " of the drafter");
+        Executor executor(on_gpus(raw.build(DType::kBFloat16), num_ranks, GpuShare::kPart),
+                          on_gpus(raw_head.build(DType::kBFloat16), num_ranks, share),
+                          options(num_ranks));
+        const std::vector<Outcome> outcomes = run(executor, jobs);
+        expect_same(outcomes, expected);
+        for (size_t i = 0; i < jobs.size(); ++i) {
+          EXPECT_EQ(outcomes[i].counters.num_accepted_tokens,
+                    speculative[i].counters.num_accepted_tokens);
+          EXPECT_EQ(outcomes[i].counters.num_draft_tokens,
+                    speculative[i].counters.num_draft_tokens);
+        }
+        EXPECT_EQ(executor.check_integrity(), "");
+      }
+    }
   }
 }
 
@@ -384,8 +409,10 @@ TEST_F(CudaRanks, WhatDoesNotFitTogetherIsRefused) {
   EXPECT_THAT(refusal([&] { static_cast<void>(split_model(on_gpu, {}, GpuShare::kPart)); }),
               HasSubstr("a model on the CPU"));
   const auto split = on_gpus(on_cpu, 2, GpuShare::kPart);
-  EXPECT_THAT(refusal([&] { Executor(split, split, options_of(2, 2)); }),
-              HasSubstr("the drafter is the target"));
+  ExecutorOptions whole = options_of(2, 2);
+  whole.speculative.draft_tensor_parallel_size = 1;
+  EXPECT_THAT(refusal([&] { Executor(split, split, whole); }),
+              AllOf(HasSubstr("draft_tensor_parallel_size is 1"), HasSubstr("has a part")));
   EXPECT_THAT(refusal([&] { Executor(split, on_gpu, options_of(2, 2)); }),
               HasSubstr("was loaded to 1 GPU"));
   EXPECT_THAT(refusal([&] { Executor(split, nullptr, options_of(1, 0)); }),

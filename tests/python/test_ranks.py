@@ -60,6 +60,35 @@ def test_outputs_are_those_of_one_rank(family: str) -> None:
             assert found == expected, (ranks, speculative)
 
 
+def test_ranks_share_a_drafter_as_asked() -> None:
+    target = make(TinySpec("llama", seed=3))
+    draft = make(TinySpec("llama", seed=4, hidden_size=32, heads=2, kv_heads=1))
+
+    def llm(ranks: int, draft_ranks: int | None) -> LLM:
+        config = {
+            "model": str(draft),
+            "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": draft_ranks,
+            "x": {"adaptive": False},
+        }
+        return LLM(target, speculative_config=config, tensor_parallel_size=ranks, **ENGINE)
+
+    def acceptance(engine: LLM) -> Any:
+        speculation = engine.stats()["speculative_decoding"]
+        return {key: value for key, value in speculation.items() if "accept" in key}
+
+    expected = None
+    for ranks, draft_ranks in ((1, None), (1, 1), (2, None), (2, 1), (2, 2)):
+        with llm(ranks, draft_ranks) as engine:
+            found = generated(engine), acceptance(engine)
+        expected = found if expected is None else expected
+        assert found == expected, (ranks, draft_ranks)
+    parts = ("2 query heads and 1 KV heads", "allowed with tensor_parallel_size 4: 1")
+    named = "draft_tensor_parallel_size is 4"
+    refuses(lambda: llm(4, 4), named, *parts, kind=NotImplementedError)
+    refuses(lambda: llm(4, 2), "draft_tensor_parallel_size is 2", "allowed: 1")
+
+
 def test_logits_and_hidden_states_are_those_of_one_rank() -> None:
     target = make(TinySpec("gemma3", seed=3))
     values = []

@@ -80,9 +80,16 @@ class PACELINE_API ModelBuilder {
 
 // What each of several GPUs gets of a model.
 enum class GpuShare : uint8_t {
-  kPart,  // what its rank computes (docs/tensor-parallel.md): of a target
+  kPart,  // what its rank computes (docs/tensor-parallel.md): of a target, or of a drafter
   kCopy,  // all: of a drafter
 };
+
+// What each of `num_ranks` GPUs gets of a drafter with these values of tensor_parallel_size and
+// SpeculativeOptions::draft_tensor_parallel_size: the one of which a draft step takes less time, if
+// the latter is 0. Throws InvalidArgument where the latter is neither 0 nor 1 nor num_ranks, and
+// Unsupported where it asks for parts of a drafter that ranks cannot share.
+[[nodiscard]] PACELINE_API GpuShare drafter_share(const Model& drafter, int32_t num_ranks,
+                                                  int32_t draft_tensor_parallel_size);
 
 // Copies a model from the CPU to GPUs, for engines with as many ranks (tensor_parallel_size). One
 // GPU may be given, too: then engines of the model run there.

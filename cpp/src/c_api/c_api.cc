@@ -128,11 +128,14 @@ Device read_device(const char* name) {
 }
 
 // Copies the models to the first GPUs, one for each rank.
-void split_folder(ModelFolder& folder, int32_t num_ranks) {
-  std::vector<int32_t> gpus(static_cast<size_t>(num_ranks));
+void split_folder(ModelFolder& folder, const ExecutorOptions& o) {
+  std::vector<int32_t> gpus(static_cast<size_t>(o.tensor_parallel_size));
   std::iota(gpus.begin(), gpus.end(), 0);
   folder.target = split_model(folder.target, gpus, GpuShare::kPart);
-  if (folder.draft != nullptr) folder.draft = split_model(folder.draft, gpus, GpuShare::kCopy);
+  if (folder.draft == nullptr) return;
+  const GpuShare share = drafter_share(*folder.draft, o.tensor_parallel_size,
+                                       o.speculative.draft_tensor_parallel_size);
+  folder.draft = split_model(folder.draft, gpus, share);
 }
 
 paceline_options default_options() {
@@ -353,7 +356,7 @@ paceline_status paceline_open(const char* folder, const paceline_options* option
     ModelFolder loaded = load_model_folder(folder, is_split ? Device::kCpu : device);
     const bool looks_up = given.prompt_lookup_min != 0 || given.prompt_lookup_max != 0;
     if (given.plain_decoding != 0 || looks_up) loaded.draft = nullptr;
-    if (is_split) split_folder(loaded, num_ranks);
+    if (is_split) split_folder(loaded, executor);
     *engine = new paceline_engine(std::move(loaded), executor);
     return PACELINE_OK;
   });

@@ -295,7 +295,8 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
             revision=revision, cache_dir=args.cache_dir, num_layers=kept,
         )  # fmt: skip
     if gpus:
-        target, draft = on_gpus(target, draft, gpus)
+        size = None if config is None else config.draft_tensor_parallel_size
+        target, draft = on_gpus(target, draft, gpus, size)
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)
 

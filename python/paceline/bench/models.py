@@ -180,16 +180,26 @@ def load_draft(
 
 
 def on_gpus(
-    target: BenchModel, draft: BenchModel | None, gpus: Sequence[int]
+    target: BenchModel,
+    draft: BenchModel | None,
+    gpus: Sequence[int],
+    draft_tensor_parallel_size: int | None = None,
 ) -> tuple[BenchModel, BenchModel | None]:
     """Copies models from the CPU to GPUs, each of which is a rank.
+
+    Args:
+        target: The target.
+        draft: The drafter, or None.
+        gpus: The GPU of each rank.
+        draft_tensor_parallel_size: As for `paceline.loader.split_pair`.
 
     Raises:
         Exception: As for `paceline.loader.split_pair`.
     """
     from paceline.loader import split_pair
 
-    loaded, drafter = split_pair(target.loaded, None if draft is None else draft.loaded, gpus)
+    drafter = None if draft is None else draft.loaded
+    loaded, drafter = split_pair(target.loaded, drafter, gpus, draft_tensor_parallel_size)
     split = BenchModel(target.name, loaded)
     if draft is None or drafter is None:
         return split, None

@@ -12,20 +12,27 @@ from .loaded_model import LoadedModel
 
 
 def split_pair(
-    target: LoadedModel, draft: LoadedModel | None, gpus: Sequence[int]
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    gpus: Sequence[int],
+    draft_tensor_parallel_size: int | None = None,
 ) -> tuple[LoadedModel, LoadedModel | None]:
-    """Copies models from the CPU to GPUs: to each its part of the target, and the whole drafter.
+    """Copies models from the CPU to GPUs: to each its part of the target, and of the drafter.
 
     Args:
         target: The target, loaded to "cpu".
         draft: The drafter, or None.
         gpus: The GPU of each rank.
+        draft_tensor_parallel_size: `SpeculativeConfig.draft_tensor_parallel_size`: with 1 each GPU
+            gets the whole drafter, and with None it may get a part or all.
 
     Returns:
         The models on the GPUs.
 
     Raises:
-        NotImplementedError: Ranks cannot share the target, or the GPUs do not work together.
+        NotImplementedError: Ranks cannot share the target, or not the drafter as asked for, or the
+            GPUs do not work together.
+        ValueError: `draft_tensor_parallel_size` is neither 1 nor the number of GPUs.
         MemoryError: There is not enough memory on a GPU.
     """
     split = replace(target, model=_core.split_model(target.model, gpus, is_drafter=False))
@@ -33,4 +40,6 @@ def split_pair(
         return split, None
     if draft is target and len(gpus) == 1:
         return split, split
-    return split, replace(draft, model=_core.split_model(draft.model, gpus, is_drafter=True))
+    size = draft_tensor_parallel_size or 0
+    model = _core.split_model(draft.model, gpus, is_drafter=True, draft_tensor_parallel_size=size)
+    return split, replace(draft, model=model)

@@ -28,6 +28,7 @@ class Model {
   // Of a model on GPUs that split_model chose: the model of each, which has its rank's part of the
   // weights, or a copy of them. Then `weights` has no memory.
   std::vector<std::shared_ptr<const Model>> ranks;
+  GpuShare share = GpuShare::kCopy;  // what each of several GPUs has
   int32_t gpu = 0;                   // that holds the weights of a rank
   int32_t default_draft_tokens = 0;  // of a drafter: its folder's default k; 0: none is known
   mutable ModelUse use;

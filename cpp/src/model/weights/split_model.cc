@@ -407,6 +407,7 @@ std::shared_ptr<const Model> split_over(const Model& whole, Device device,
   lay_out(model->config, carver, model->weights);
   if (device == Device::kCuda) check_on_gpu(model->config, model->weights);
   if (share == GpuShare::kPart) check_ranks(whole, num_ranks);
+  model->share = share;
   model->ranks.resize(memories.size());
   std::vector<std::exception_ptr> failures(memories.size());
   const auto copy = [&](int32_t rank) {
