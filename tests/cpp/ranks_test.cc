@@ -688,9 +688,17 @@ TEST(Ranks, PlantedFaultsGoRed) {
   const auto shift = [](int32_t, CpuRunner& runner) {
     for (Program* const program : runner.programs()) {
       for (GatherColumnsParams* p : program->params_of(gather_columns)) --p->columns.first[1];
+      for (GatheredNormParams* p : program->params_of(gathered_norm)) --p->gather.columns.first[1];
     }
   };
   EXPECT_NE(tokens_of(shift), expected);
+  // Only where a norm follows.
+  const auto shift_normed = [](int32_t, CpuRunner& runner) {
+    for (Program* const program : runner.programs()) {
+      for (GatheredNormParams* p : program->params_of(gathered_norm)) --p->gather.columns.first[1];
+    }
+  };
+  EXPECT_NE(tokens_of(shift_normed), expected);
   // A rank that keeps other columns than the rest draws other tokens, which is seen at once.
   EXPECT_THAT(message_of<Error>([&] {
                 static_cast<void>(tokens_of(on_gathers(1, [](GatherColumnsParams& p) {

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -93,10 +94,7 @@ class RankDevice {
     if (bytes > 0) cuda_memory(gpu_).upload(buffers_.back().data(), from, bytes);
     return buffers_.back().data();
   }
-  void gather(const GatherColumnsParams& p) {
-    const cuda::DeviceScope scope(gpu_);
-    context_.run(gather_columns, p);
-  }
+  void gather(const GatherColumnsParams& p) { run(gather_columns, p); }
   // Waits for the exchanges, and fails their group after a while, which ends them.
   void synchronize(RankGroup& group) {
     const cuda::DeviceScope scope(gpu_);
@@ -109,6 +107,11 @@ class RankDevice {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     cuda::check(cudaStreamSynchronize(context_.stream), "an exchange");
+  }
+  template <class Params>
+  void run(void (*op)(CudaContext&, const Params&), const Params& p) {
+    const cuda::DeviceScope scope(gpu_);
+    context_.run(op, p);
   }
   [[nodiscard]] DeviceMemory& memory() const { return cuda_memory(gpu_); }
   [[nodiscard]] const int32_t* zero() const { return zero_; }
@@ -214,6 +217,139 @@ TEST_F(CudaRanks, ExchangesGiveEveryRankAllColumns) {
         const auto* const y = static_cast<const std::byte*>(checks[i].params[rank].y);
         devices[rank]->memory().download(got.data(), y, std::ssize(got));
         ASSERT_TRUE(got == checks[i].expected) << "exchange " << i << " on rank " << rank;
+      }
+    }
+  }
+}
+
+// The exchange of a branch's output and the norm behind it: in one kernel as in two.
+TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const uint64_t most = std::max(4, std::min(cuda_status().num_gpus, kMaxRanks));
+    const auto num_ranks = static_cast<int32_t>(2 + random() % (most - 1));
+    const std::vector<int32_t> gpus = gpus_for(num_ranks);
+    // Rows that one kernel norms and others: odd ones, long ones and many.
+    const int32_t unit = random() % 4 == 0 ? 1 : 64;
+    RankColumns columns = {.num_ranks = num_ranks};
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      const auto width = static_cast<int32_t>(1 + random() % (random() % 4 == 0 ? 40 : 16)) * unit;
+      columns.first[r + 1] = columns.first[r] + width;
+    }
+    const int32_t hidden = columns.total();
+    const DType dtype = random() % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+    const DType y_dtype = random() % 4 == 0 ? DType::kFloat32 : dtype;
+    const int64_t item = dtype_bytes(dtype);
+    const auto max_rows = static_cast<int32_t>(1 + random() % (random() % 4 == 0 ? 60 : 8));
+    const int32_t num_rows = max_rows - static_cast<int32_t>(random() % 2);
+    const auto floats = [&](int64_t count) {
+      std::vector<float> values(static_cast<size_t>(count));
+      for (float& value : values) value = static_cast<float>(random() % 1000) / 500 - 1;
+      return values;
+    };
+    const int64_t count = int64_t{max_rows} * hidden;
+    const std::vector<float> wide = floats(count);
+    std::vector<std::byte> whole(static_cast<size_t>(count * item));
+    for (int64_t i = 0; i < count; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(wide[static_cast<size_t>(i)]);
+      // Little endian: the upper half is a bfloat16.
+      std::memcpy(whole.data() + i * item, reinterpret_cast<const std::byte*>(&bits) + 4 - item,
+                  static_cast<size_t>(item));
+    }
+    const std::vector<float> residual = floats(count);
+    const std::vector<float> weight = floats(hidden);
+    const float scale = 0.75f;
+    const bool has_x_weight = random() % 2 == 0;
+    const bool has_scale = random() % 2 == 0;
+    const bool has_norm = random() % 4 != 0;
+    const auto group = group_on(gpus, int64_t{hidden} * 4);
+    struct Rank {
+      std::unique_ptr<RankDevice> device;
+      GatheredNormParams params[2];  // joined, and of two ops
+    };
+    std::vector<Rank> ranks(gpus.size());
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      Rank& own = ranks[static_cast<size_t>(rank)];
+      own.device = std::make_unique<RankDevice>(gpus[static_cast<size_t>(rank)],
+                                                gpus.back() == gpus.front());
+      RankDevice& device = *own.device;
+      const auto upload = [&](const std::vector<float>& values) {
+        return reinterpret_cast<float*>(device.upload(values.data(), std::ssize(values) * 4));
+      };
+      const auto* const rows = reinterpret_cast<const int32_t*>(device.upload(&num_rows, 4));
+      const float* const weights = upload(weight);
+      const auto* const scales = reinterpret_cast<const float*>(device.upload(&scale, 4));
+      const LinearRange part = columns.of(rank);
+      for (GatheredNormParams& p : own.params) {
+        std::vector<std::byte> partial(whole.size(), std::byte{0xff});
+        for (int64_t row = 0; row < max_rows; ++row) {
+          const int64_t at = (row * hidden + part.first) * item;
+          std::copy_n(whole.begin() + at, part.count * item, partial.begin() + at);
+        }
+        std::byte* const y = device.upload(partial.data(), std::ssize(partial));
+        p.gather = {.num_rows = rows,
+                    .max_rows = max_rows,
+                    .x = y + part.first * item,
+                    .x_stride = hidden,
+                    .columns = columns,
+                    .y = y,
+                    .dtype = dtype,
+                    .ranks = {.group = group.get(), .rank = rank}};
+        p.norm = {.num_rows = rows,
+                  .max_rows = max_rows,
+                  .x = y,
+                  .x_stride = hidden,
+                  .residual = upload(residual),
+                  .weight = has_norm ? weights : nullptr,
+                  .weight_offset = 1,
+                  .eps = 1e-5f,
+                  .y = upload(residual),
+                  .y_stride = hidden,
+                  .hidden = hidden,
+                  .x_weight = has_x_weight ? weights : nullptr,
+                  .residual_scale = has_scale ? scales : nullptr,
+                  .x_dtype = dtype,
+                  .y_dtype = y_dtype};
+      }
+    }
+    // First without rows, since the driver may wait for the device when it loads a kernel.
+    for (const bool has_rows : {false, true}) {
+      for (Rank& rank : ranks) {
+        GatheredNormParams joined = rank.params[0];
+        GatheredNormParams apart = rank.params[1];
+        for (GatheredNormParams* const p : {&joined, &apart}) {
+          if (has_rows) continue;
+          p->gather.num_rows = rank.device->zero();
+          p->norm.num_rows = rank.device->zero();
+        }
+        rank.device->run(gathered_norm, joined);
+        rank.device->run(gather_columns, apart.gather);
+        rank.device->run(rms_norm, apart.norm);
+      }
+      for (Rank& rank : ranks) rank.device->synchronize(*group);
+      ASSERT_EQ(group->failure(), "");
+    }
+    const auto download = [&](const Rank& rank, const void* from) {
+      std::vector<std::byte> got(static_cast<size_t>(count * 4));
+      rank.device->memory().download(got.data(), static_cast<const std::byte*>(from),
+                                     std::ssize(got));
+      return got;
+    };
+    const auto of_two_ops = [](const Rank& rank) -> const RmsNormParams& {
+      return rank.params[1].norm;
+    };
+    const std::vector<std::byte> sum = download(ranks[0], of_two_ops(ranks[0]).residual);
+    const std::vector<std::byte> y = download(ranks[0], of_two_ops(ranks[0]).y);
+    if (num_rows > 0) {
+      EXPECT_NE(std::memcmp(sum.data(), residual.data(), sum.size()), 0);
+    }
+    for (const Rank& rank : ranks) {
+      for (const GatheredNormParams& p : rank.params) {
+        ASSERT_TRUE(download(rank, p.norm.residual) == sum);
+        ASSERT_TRUE(download(rank, p.norm.y) == y);
       }
     }
   }

@@ -11,6 +11,7 @@
 
 #include "device/rank_group.h"
 #include "device/rank_share.h"
+#include "ops/ops.h"
 
 namespace paceline {
 
@@ -33,5 +34,16 @@ struct GatherColumnsParams {
 // On a GPU, where every rank has columns, the kernel then ends without them, and the runner throws.
 void gather_columns(CpuContext&, const GatherColumnsParams&);
 void gather_columns(CudaContext&, const GatherColumnsParams&);
+
+// gather_columns, and then rms_norm with its y as x. That y may stay unwritten, because a backend
+// may fuse the two.
+struct GatheredNormParams {
+  GatherColumnsParams gather;
+  RmsNormParams norm;
+};
+// Throws InternalError where the norm does not read what is gathered.
+void check_gathered(const GatheredNormParams& p);
+void gathered_norm(CpuContext&, const GatheredNormParams&);
+void gathered_norm(CudaContext&, const GatheredNormParams&);
 
 }  // namespace paceline

@@ -52,4 +52,19 @@ void gather_columns(CpuContext& ctx, const GatherColumnsParams& p) {
   }
 }
 
+void check_gathered(const GatheredNormParams& p) {
+  const GatherColumnsParams& gather = p.gather;
+  const RmsNormParams& norm = p.norm;
+  PACELINE_CHECK(norm.x == gather.y && norm.num_rows == gather.num_rows &&
+                     norm.max_rows == gather.max_rows && norm.x_dtype == gather.dtype &&
+                     norm.hidden == gather.columns.total() && norm.x_stride == norm.hidden,
+                 "the norm does not read what is gathered");
+}
+
+void gathered_norm(CpuContext& ctx, const GatheredNormParams& p) {
+  check_gathered(p);
+  gather_columns(ctx, p.gather);
+  rms_norm(ctx, p.norm);
+}
+
 }  // namespace paceline

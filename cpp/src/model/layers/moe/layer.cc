@@ -191,7 +191,9 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
   const auto& scratch = pass.activations.of<MoeScratch>();
   // First, because it uses the buffers of the experts.
   if (m.shared && !is_joined(m, pass.rows)) {
-    static_cast<void>(run_mlp(ctx, *m.shared, w.shared, pass));
+    MlpPass shared = pass;
+    shared.ends = {};  // those of the mixture
+    static_cast<void>(run_mlp(ctx, *m.shared, w.shared, shared));
   }
   route_rows(ctx, m, w, pass, scratch);
   return run_experts(ctx, m, w, pass, scratch);

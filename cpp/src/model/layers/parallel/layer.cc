@@ -46,7 +46,9 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const ParallelMlp& m,
   const auto norm_of_residual = [&](const float* weight) {
     norm_of(activations.residual, DType::kFloat32, weight, activations.normed, activations.dtype);
   };
-  static_cast<void>(run_mlp(ctx, m.dense, w.dense, pass));
+  MlpPass dense = pass;
+  dense.ends = {};  // those of the whole MLP
+  static_cast<void>(run_mlp(ctx, m.dense, w.dense, dense));
   norm_of(activations.branch, activations.dtype, w.dense_norm, scratch.sum, DType::kFloat32);
   norm_of_residual(w.router_norm);
   route_rows(ctx, m.mixture, w.mixture, pass, scratch.mixture);
