@@ -84,16 +84,30 @@ __device__ __forceinline__ void await(const GatherArgs& a, int32_t peer, const H
   }
 }
 
+// The exchanges before this one, in the first thread of a block; 0 in others. A kernel loads it
+// together with all else that it needs first.
+__device__ __forceinline__ uint64_t load_exchange_count(const GatherArgs& a) {
+  uint64_t count = 0;
+  if (threadIdx.x == 0) {
+    // Volatile, so that it is not moved behind the loads that others depend on.
+    asm volatile("ld.global.u64 %0, [%1];"
+                 : "=l"(count)
+                 : "l"(&a.exchange.states[a.rank]->num_exchanges)
+                 : "memory");
+  }
+  return count;
+}
+
 // The number of this exchange, in all threads, each of which calls it once. From then on the block
 // counts as one that knows it, and the last of them counts the exchange: so that takes no time at
 // the end. The next exchange waits for the end of this kernel.
-__device__ __forceinline__ uint64_t begin_exchange(const GatherArgs& a) {
+__device__ __forceinline__ uint64_t begin_exchange(const GatherArgs& a, uint64_t count) {
   __shared__ uint64_t number;
-  GpuExchange::State* const state = a.exchange.states[a.rank];
-  if (threadIdx.x == 0) number = state->num_exchanges + 1;
+  if (threadIdx.x == 0) number = count + 1;
   __syncthreads();
   const uint64_t known = number;
-  if (threadIdx.x == 0 && atomicInc(&state->num_ended_blocks, gridDim.x - 1) == gridDim.x - 1) {
+  GpuExchange::State* const state = a.exchange.states[a.rank];
+  if (threadIdx.x == 0 && atomicInc(&state->num_begun_blocks, gridDim.x - 1) == gridDim.x - 1) {
     state->num_exchanges = known;
   }
   return known;

@@ -76,9 +76,10 @@ __global__ void __launch_bounds__(kPacketThreads)
     gather_packets_kernel(const __grid_constant__ GatherArgs a) {
   let_successor_start();
   wait_for_predecessor();
+  const uint64_t count = load_exchange_count(a);
   const int32_t num_rows = min(*a.num_rows, a.max_rows);
   if (num_rows <= 0) return;
-  const uint64_t number = begin_exchange(a);
+  const uint64_t number = begin_exchange(a, count);
   for_packets(a, num_rows, a.rank, [&](int32_t row, int32_t packet, int32_t byte, int32_t left) {
     const uint64_t value =
         load_value<kIsAligned>(a.x + row * a.x_stride + (byte - a.begin[a.rank]), left);
@@ -124,9 +125,10 @@ __global__ void __launch_bounds__(kSegmentThreads)
     gather_segments_kernel(const __grid_constant__ GatherArgs a) {
   let_successor_start();
   wait_for_predecessor();
+  const uint64_t count = load_exchange_count(a);
   const int32_t num_rows = min(*a.num_rows - a.first_row, a.max_rows);
   if (num_rows <= 0) return;
-  const uint64_t number = begin_exchange(a);
+  const uint64_t number = begin_exchange(a, count);
   const int64_t turn = static_cast<int64_t>(number % 2) * a.exchange.segment_bytes;
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const auto for_items = [&](int32_t num_bytes, const auto& body) {

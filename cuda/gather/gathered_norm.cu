@@ -2,8 +2,9 @@
 
 // The exchange of a branch's output, and the norm that reads it, in one kernel: one block for each
 // row sends the rank's columns in packets, and norms the row once those of the others are there.
-// The gathered row stays in registers. The norm is that of rms_norm.cu, thread by thread, so the
-// bits are those of the two ops.
+// The gathered row stays in registers. After a mixture the block sums the places of the rank's
+// columns first. Sum and norm are those of combine.cu and rms_norm.cu, thread by thread, so the
+// bits are those of the ops alone.
 
 #include <cstdint>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "gather/exchange.cuh"
+#include "moe/sum_places.cuh"
 #include "norm/register_norm.cuh"
 #include "ops/gather.h"
 #include "ops/ops.h"
@@ -27,10 +29,12 @@ __device__ __forceinline__ int32_t owner_of(const GatherArgs& a, int32_t byte) {
   return rank;
 }
 
-template <class X, class Y, int kVectors>
+// kSums: `places` is there.
+template <class X, class Y, int kVectors, bool kSums>
 __global__ void __launch_bounds__(kMaxRegisterThreads)
     gathered_norm_kernel(const __grid_constant__ GatherArgs a,
-                         const __grid_constant__ RmsNormParams p) {
+                         const __grid_constant__ RmsNormParams p,
+                         const __grid_constant__ CombineExpertsParams places) {
   __shared__ __align__(16) NormPartials partials;
   constexpr auto kItem = static_cast<int32_t>(sizeof(X));
   constexpr int kPackets = kPerVector * kItem / static_cast<int>(kPacketBytes);  // of a vector
@@ -45,6 +49,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 
   wait_for_predecessor();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const uint64_t count = load_exchange_count(a);
   const int32_t num_rows = min(*a.num_rows, a.max_rows);
   uint64_t packets[kVectors][kPackets] = {};
   float residual[kVectors][kPerVector] = {};
@@ -52,16 +57,26 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (!norm.is_inside[v] || owner[v] != a.rank) continue;
-    const std::byte* const from = a.x + row * a.x_stride + (norm.at[v] * kItem - a.begin[a.rank]);
+    const int32_t byte = norm.at[v] * kItem - a.begin[a.rank];
+    if constexpr (kSums) {
+      float sum[kPerVector];
+      if (!sum_places<X, true>(places, row, num_rows, byte / kItem, kPerVector, sum)) break;
+      X elements[kPerVector];
 #pragma unroll
-    for (int i = 0; i < kPackets; i += 2) {
-      const uint4 word = *reinterpret_cast<const uint4*>(from + i * kPacketBytes);
-      memcpy(&packets[v][i], &word, sizeof(word));
+      for (int i = 0; i < kPerVector; ++i) narrow(sum[i], &elements[i]);
+      memcpy(packets[v], elements, sizeof(elements));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPackets; i += 2) {
+        const uint4 word =
+            *reinterpret_cast<const uint4*>(a.x + row * a.x_stride + byte + i * kPacketBytes);
+        memcpy(&packets[v][i], &word, sizeof(word));
+      }
     }
   }
   norm.load_residual(p, row, residual);
   if (num_rows <= 0) return;
-  const uint64_t number = begin_exchange(a);
+  const uint64_t number = begin_exchange(a, count);
   if (row >= num_rows) return;
 
 #pragma unroll
@@ -91,15 +106,18 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 // Whether one kernel can do both, which all ranks decide alike.
 bool is_joined(const GatherArgs& a, const GatheredNormParams& p) {
   return goes_in_packets(a) && a.max_rows <= kMaxPacketBlocks && fits_registers(p.norm) &&
-         is_aligned(a, kPerVector * dtype_bytes(p.gather.dtype));
+         is_aligned(a, kPerVector * dtype_bytes(p.gather.dtype)) &&
+         (!p.places || (is_vector_aligned(p.places->x) && is_vector_aligned(p.places->base)));
 }
 
-template <class X, class Y>
-void launch_gathered_norm(CudaContext& ctx, const GatherArgs& a, const RmsNormParams& p) {
-  const RegisterRows rows = register_rows(p.hidden);
+template <class X, class Y, bool kSums>
+void launch_gathered_norm(CudaContext& ctx, const GatherArgs& a, const GatheredNormParams& p) {
+  const RegisterRows rows = register_rows(p.norm.hidden);
   launch(ctx, "gathered_norm",
-         rows.vectors == 1 ? gathered_norm_kernel<X, Y, 1> : gathered_norm_kernel<X, Y, 2>,
-         dim3(static_cast<unsigned>(a.max_rows)), dim3(rows.threads), 0, a, p);
+         rows.vectors == 1 ? gathered_norm_kernel<X, Y, 1, kSums>
+                           : gathered_norm_kernel<X, Y, 2, kSums>,
+         dim3(static_cast<unsigned>(a.max_rows)), dim3(rows.threads), 0, a, p.norm,
+         p.places ? *p.places : CombineExpertsParams{});
 }
 
 }  // namespace
@@ -110,6 +128,7 @@ void gathered_norm(CudaContext& ctx, const GatheredNormParams& p) {
   cuda::GatherArgs args = cuda::gather_args(p.gather);
   if (p.gather.max_rows <= 0) return;
   if (!cuda::is_joined(args, p)) {
+    if (p.places) combine_experts(ctx, *p.places);
     gather_columns(ctx, p.gather);
     rms_norm(ctx, p.norm);
     return;
@@ -117,7 +136,13 @@ void gathered_norm(CudaContext& ctx, const GatheredNormParams& p) {
   static_cast<void>(cuda::count_packets(args));
   cuda::with_element_type(p.norm.x_dtype, "gathered_norm x", [&](auto x) {
     cuda::with_element_type(p.norm.y_dtype, "gathered_norm y", [&](auto y) {
-      cuda::launch_gathered_norm<decltype(x), decltype(y)>(ctx, args, p.norm);
+      using X = decltype(x);
+      using Y = decltype(y);
+      if (p.places) {
+        cuda::launch_gathered_norm<X, Y, true>(ctx, args, p);
+      } else {
+        cuda::launch_gathered_norm<X, Y, false>(ctx, args, p);
+      }
     });
   });
 }

@@ -147,10 +147,10 @@ TEST(Gather, EveryRankHasAllColumns) {
 }
 
 // The rows of a branch, of which each rank has computed some columns, join the residual and are
-// normed: in one op as in two.
+// normed, in one op as in two. After a mixture a row is the sum of its places.
 TEST(Gather, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
   const uint64_t first_seed = seed_from_env(1);
-  for (uint64_t seed = first_seed; seed < first_seed + 12; ++seed) {
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     const auto num_ranks = static_cast<int32_t>(2 + random() % 3);
@@ -164,7 +164,36 @@ TEST(Gather, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
       for (float& value : values) value = static_cast<float>(random() % 1000) / 500 - 1;
       return values;
     };
-    const std::vector<float> whole = floats(int64_t{e.num_rows} * e.total());
+    std::vector<float> whole = floats(int64_t{e.num_rows} * e.total());
+    const auto top_k = static_cast<int32_t>(1 + random() % 6);
+    const bool has_places = random() % 2 == 0;
+    const bool has_shared = random() % 2 == 0;  // else a base, which is there before the op
+    const std::vector<float> of_places = floats(std::ssize(whole) * (top_k + 1));
+    const std::vector<float> base = whole;
+    const std::vector<float> place_weights = floats(int64_t{e.num_rows} * top_k);
+    std::vector<int32_t> expert_row(place_weights.size());
+    for (int32_t& row : expert_row) {
+      row = static_cast<int32_t>(random() % static_cast<uint64_t>(e.num_rows * top_k));
+    }
+    const auto places_of = [&](float* y, const LinearRange& columns) {
+      return CombineExpertsParams{.num_rows = &e.num_rows,
+                                  .max_rows = e.num_rows,
+                                  .top_k = top_k,
+                                  .x = of_places.data() + columns.first,
+                                  .expert_row = expert_row.data(),
+                                  .weights = place_weights.data(),
+                                  .y = y + columns.first,
+                                  .hidden = columns.count,
+                                  .base = has_shared ? nullptr : y + columns.first,
+                                  .has_shared = has_shared,
+                                  .stride = e.total()};
+    };
+    if (has_places) {
+      CpuContext ctx;
+      CombineExpertsParams all = places_of(whole.data(), {.first = 0, .count = e.total()});
+      all.stride = 0;
+      ctx.run(combine_experts, all);
+    }
     const std::vector<float> residual = floats(std::ssize(whole));
     const std::vector<float> weight = floats(e.total());
     const std::vector<float> x_weight = floats(e.total());
@@ -200,15 +229,19 @@ TEST(Gather, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
     RankGroup group(num_ranks, int64_t{e.total()} * 4, /*timeout_s=*/60);
     const std::vector<std::string> messages = on_ranks(num_ranks, [&](int32_t rank) {
       CpuContext ctx;
-      RankRows rows(e, whole, {.group = &group, .rank = rank});
+      RankRows rows(e, has_places ? base : whole, {.group = &group, .rank = rank});
       std::vector<float> own_sum;
       std::vector<float> own_y;
       run_norm(own_sum, own_y, [&](RmsNormParams own) {
         own.x = rows.y.data();
-        ctx.run(gathered_norm, GatheredNormParams{.gather = rows.params, .norm = own});
-        own.x = whole.data();
-        const GatheredNormParams other = {.gather = rows.params, .norm = own};
-        EXPECT_THAT(message_of<InternalError>([&] { check_gathered(other); }),
+        GatheredNormParams p = {.gather = rows.params, .norm = own};
+        if (has_places) p.places = places_of(rows.y.data(), e.columns().of(rank));
+        ctx.run(gathered_norm, p);
+        p.places = places_of(whole.data(), e.columns().of(rank));
+        EXPECT_THAT(message_of<InternalError>([&] { check_gathered(p); }),
+                    HasSubstr("the gather does not read the sum of the places"));
+        p.norm.x = whole.data();
+        EXPECT_THAT(message_of<InternalError>([&] { check_gathered(p); }),
                     HasSubstr("the norm does not read what is gathered"));
       });
       EXPECT_EQ(own_sum, sum);

@@ -222,7 +222,8 @@ TEST_F(CudaRanks, ExchangesGiveEveryRankAllColumns) {
   }
 }
 
-// The exchange of a branch's output and the norm behind it: in one kernel as in two.
+// The exchange of a branch's output and the norm behind it: in one kernel as in ops of their own.
+// After a mixture, a row is the sum of its places.
 TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
   const uint64_t first_seed = seed_from_env(1);
   for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
@@ -262,6 +263,14 @@ TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
     const std::vector<float> residual = floats(count);
     const std::vector<float> weight = floats(hidden);
     const float scale = 0.75f;
+    // Places of rows, of the same elements as the rows, which are the bases of the sums.
+    const bool has_places = random() % 2 == 0;
+    constexpr int32_t kTopK = 6;
+    std::vector<int32_t> expert_row(static_cast<size_t>(max_rows * kTopK));
+    for (int32_t& row : expert_row) {
+      row = static_cast<int32_t>(random() % static_cast<uint64_t>(max_rows));
+    }
+    const std::vector<float> place_weights = floats(std::ssize(expert_row));
     const bool has_x_weight = random() % 2 == 0;
     const bool has_scale = random() % 2 == 0;
     const bool has_norm = random() % 4 != 0;
@@ -283,6 +292,10 @@ TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
       const float* const weights = upload(weight);
       const auto* const scales = reinterpret_cast<const float*>(device.upload(&scale, 4));
       const LinearRange part = columns.of(rank);
+      const std::byte* const of_places = device.upload(whole.data(), std::ssize(whole));
+      const auto* const expert_rows = reinterpret_cast<const int32_t*>(
+          device.upload(expert_row.data(), std::ssize(expert_row) * 4));
+      const float* const of_place = upload(place_weights);
       for (GatheredNormParams& p : own.params) {
         std::vector<std::byte> partial(whole.size(), std::byte{0xff});
         for (int64_t row = 0; row < max_rows; ++row) {
@@ -313,6 +326,18 @@ TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
                   .residual_scale = has_scale ? scales : nullptr,
                   .x_dtype = dtype,
                   .y_dtype = y_dtype};
+        if (!has_places) continue;
+        p.places = CombineExpertsParams{.num_rows = rows,
+                                        .max_rows = max_rows,
+                                        .top_k = kTopK,
+                                        .x = of_places + part.first * item,
+                                        .expert_row = expert_rows,
+                                        .weights = of_place,
+                                        .y = y + part.first * item,
+                                        .hidden = part.count,
+                                        .dtype = dtype,
+                                        .base = y + part.first * item,
+                                        .stride = hidden};
       }
     }
     // First without rows, since the driver may wait for the device when it loads a kernel.
@@ -324,8 +349,10 @@ TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
           if (has_rows) continue;
           p->gather.num_rows = rank.device->zero();
           p->norm.num_rows = rank.device->zero();
+          if (has_places) p->places->num_rows = rank.device->zero();
         }
         rank.device->run(gathered_norm, joined);
+        if (has_places) rank.device->run(combine_experts, *apart.places);
         rank.device->run(gather_columns, apart.gather);
         rank.device->run(rms_norm, apart.norm);
       }

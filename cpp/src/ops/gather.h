@@ -6,11 +6,13 @@
 // one rank.
 
 #include <cstdint>
+#include <optional>
 
 #include <paceline/dtype.h>
 
 #include "device/rank_group.h"
 #include "device/rank_share.h"
+#include "ops/moe.h"
 #include "ops/ops.h"
 
 namespace paceline {
@@ -35,13 +37,15 @@ struct GatherColumnsParams {
 void gather_columns(CpuContext&, const GatherColumnsParams&);
 void gather_columns(CudaContext&, const GatherColumnsParams&);
 
-// gather_columns, and then rms_norm with its y as x. That y may stay unwritten, because a backend
-// may fuse the two.
+// combine_experts, if it is there, to the rank's columns of the gather's x; gather_columns; and
+// then rms_norm with its y as x. That y may stay unwritten, because a backend may fuse the ops.
 struct GatheredNormParams {
   GatherColumnsParams gather;
   RmsNormParams norm;
+  std::optional<CombineExpertsParams> places = std::nullopt;
 };
-// Throws InternalError where the norm does not read what is gathered.
+// Throws InternalError where the norm does not read what is gathered, or the gather not the sum of
+// the places.
 void check_gathered(const GatheredNormParams& p);
 void gathered_norm(CpuContext&, const GatheredNormParams&);
 void gathered_norm(CudaContext&, const GatheredNormParams&);

@@ -26,7 +26,8 @@ struct Branch {
   const float* norm;   // norm after the branch, or null
   const float* scale;  // scale of the residual after the branch is added, or null
   std::optional<CombineExpertsParams> places = std::nullopt;  // what remains to be summed to it
-  // The exchange that remains to be made of it (BranchEnds::exchange). Not beside `places`.
+  // The exchange that then remains to be made of it (BranchEnds::exchange). The sum of places is
+  // that of this rank's columns.
   std::optional<GatherColumnsParams> exchange = std::nullopt;
 };
 
@@ -50,10 +51,12 @@ class Residual {
   void join(const Branch* branch, const BranchInput& next) const {
     if (config_.streams.count > 1) return join_several(branch, next);
     const RmsNormParams norm = join_params(branch, next);
-    if (branch != nullptr && branch->places.has_value()) {
+    if (branch != nullptr && branch->exchange.has_value()) {
+      ctx_.run(
+          gathered_norm,
+          GatheredNormParams{.gather = *branch->exchange, .norm = norm, .places = branch->places});
+    } else if (branch != nullptr && branch->places.has_value()) {
       ctx_.run(combine_and_norm, CombineAndNormParams{.combine = *branch->places, .norm = norm});
-    } else if (branch != nullptr && branch->exchange.has_value()) {
-      ctx_.run(gathered_norm, GatheredNormParams{.gather = *branch->exchange, .norm = norm});
     } else {
       ctx_.run(rms_norm, norm);
     }
@@ -142,8 +145,8 @@ class Residual {
   void join_several(const Branch* branch, const BranchInput& next) const {
     std::optional<WriteStreamsParams> write;
     if (branch != nullptr) {
-      if (branch->exchange.has_value()) ctx_.run(gather_columns, *branch->exchange);
       if (branch->places.has_value()) ctx_.run(combine_experts, *branch->places);
+      if (branch->exchange.has_value()) ctx_.run(gather_columns, *branch->exchange);
       write = {.num_rows = rows_.num_rows,
                .max_rows = rows_.max_rows,
                .x = activations_.branch,

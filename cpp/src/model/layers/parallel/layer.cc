@@ -53,22 +53,27 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const ParallelMlp& m,
   norm_of_residual(w.router_norm);
   route_rows(ctx, m.mixture, w.mixture, pass, scratch.mixture);
   norm_of_residual(w.expert_norm);
-  const CombineExpertsParams places = run_experts(ctx, m.mixture, w.mixture, pass, scratch.mixture);
-  ctx.run(combine_and_norm, CombineAndNormParams{.combine = places,
-                                                 .norm = {.num_rows = rows.num_rows,
-                                                          .max_rows = rows.capacity,
-                                                          .x = activations.branch,
-                                                          .x_stride = c.hidden,
-                                                          .residual = scratch.sum,
-                                                          .weight = nullptr,
-                                                          .weight_offset = c.norm_weight_offset,
-                                                          .eps = c.norm_eps,
-                                                          .y = activations.branch,
-                                                          .y_stride = c.hidden,
-                                                          .hidden = c.hidden,
-                                                          .x_weight = w.mixture_norm,
-                                                          .x_dtype = activations.dtype,
-                                                          .y_dtype = activations.dtype}});
+  const ExpertsOutput output = run_experts(ctx, m.mixture, w.mixture, pass, scratch.mixture);
+  const RmsNormParams norm = {.num_rows = rows.num_rows,
+                              .max_rows = rows.capacity,
+                              .x = activations.branch,
+                              .x_stride = c.hidden,
+                              .residual = scratch.sum,
+                              .weight = nullptr,
+                              .weight_offset = c.norm_weight_offset,
+                              .eps = c.norm_eps,
+                              .y = activations.branch,
+                              .y_stride = c.hidden,
+                              .hidden = c.hidden,
+                              .x_weight = w.mixture_norm,
+                              .x_dtype = activations.dtype,
+                              .y_dtype = activations.dtype};
+  if (output.exchange) {
+    ctx.run(gathered_norm,
+            GatheredNormParams{.gather = *output.exchange, .norm = norm, .places = output.places});
+  } else {
+    ctx.run(combine_and_norm, CombineAndNormParams{.combine = output.places, .norm = norm});
+  }
   return std::nullopt;
 }
 
