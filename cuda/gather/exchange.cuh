@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "common/launch.cuh"
+#include "gather/system_memory.cuh"
 #include "ops/gather.h"
 
 namespace paceline::cuda {
@@ -39,36 +40,6 @@ struct GatherArgs {
   GpuExchange exchange;
 };
 
-struct Packet {
-  uint64_t value;
-  uint64_t exchange;
-};
-
-__device__ __forceinline__ void store_packet(Packet* to, const Packet& packet) {
-  asm volatile(
-      "{\n"
-      ".reg .b128 both;\n"
-      "mov.b128 both, {%1, %2};\n"
-      "st.relaxed.sys.global.b128 [%0], both;\n"
-      "}\n" ::"l"(to),
-      "l"(packet.value), "l"(packet.exchange)
-      : "memory");
-}
-
-__device__ __forceinline__ Packet load_packet(const Packet* from) {
-  Packet packet;
-  asm volatile(
-      "{\n"
-      ".reg .b128 both;\n"
-      "ld.relaxed.sys.global.b128 both, [%2];\n"
-      "mov.b128 {%0, %1}, both;\n"
-      "}\n"
-      : "=l"(packet.value), "=l"(packet.exchange)
-      : "l"(from)
-      : "memory");
-  return packet;
-}
-
 // Whether the group has failed, which ends every wait. The word is in memory of the host.
 __device__ __forceinline__ bool has_failed(const GpuExchange& exchange) {
   return *static_cast<const volatile int32_t*>(exchange.has_failed) != 0;
@@ -87,15 +58,7 @@ __device__ __forceinline__ void await(const GatherArgs& a, int32_t peer, const H
 // The exchanges before this one, in the first thread of a block; 0 in others. A kernel loads it
 // together with all else that it needs first.
 __device__ __forceinline__ uint64_t load_exchange_count(const GatherArgs& a) {
-  uint64_t count = 0;
-  if (threadIdx.x == 0) {
-    // Volatile, so that it is not moved behind the loads that others depend on.
-    asm volatile("ld.global.u64 %0, [%1];"
-                 : "=l"(count)
-                 : "l"(&a.exchange.states[a.rank]->num_exchanges)
-                 : "memory");
-  }
-  return count;
+  return threadIdx.x == 0 ? load_here(&a.exchange.states[a.rank]->num_exchanges) : 0;
 }
 
 // The number of this exchange, in all threads, each of which calls it once. From then on the block

@@ -110,15 +110,6 @@ __device__ __forceinline__ void for_segments(const GatherArgs& a, int32_t num_ro
   }
 }
 
-__device__ __forceinline__ void store_release(uint64_t* to, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-
 // Item: what a thread copies at once.
 template <class Item>
 __global__ void __launch_bounds__(kSegmentThreads)
