@@ -16,6 +16,7 @@
 
 #include "base/check.h"
 #include "common/launch.cuh"
+#include "gather/exchange.cuh"
 #include "ops/gather.h"
 
 namespace paceline {
@@ -23,96 +24,10 @@ namespace cuda {
 namespace {
 
 constexpr int32_t kPacketThreads = 256;
-constexpr int32_t kMaxPacketBlocks = 32;
-constexpr int64_t kPacketBytes = 8;  // of columns
-// Up to here the packets, which are twice as long, arrive sooner than bytes behind a fence.
-constexpr int64_t kMostInPackets = int64_t{256} << 10;
-static_assert(kMostInPackets <= GpuExchange::kPacketsAPlace * kPacketBytes);
 
 constexpr int32_t kSegmentThreads = 512;
 constexpr int32_t kSegmentBytes = 8192;
 constexpr int32_t kMaxSegmentBlocks = GpuExchange::kMaxBlocks;
-
-// A thread that waits checks after so many loads whether the group has failed. After many more it
-// tells the host which rank it waits for.
-constexpr uint32_t kLoadsBetweenLooks = 1 << 10;
-constexpr uint32_t kLoadsOfALongWait = 1 << 17;
-
-struct GatherArgs {
-  const int32_t* num_rows;  // [1]
-  int32_t first_row;        // of this launch
-  int32_t max_rows;         // of this launch
-  const std::byte* x;
-  int64_t x_stride;  // bytes
-  std::byte* y;
-  int64_t row_bytes;
-  bool is_in_place;  // own columns are in y
-  int32_t rank;
-  int32_t num_ranks;
-  int32_t begin[kMaxRanks + 1];         // the columns of each rank, in bytes
-  int32_t first_packet[kMaxRanks + 1];  // of each rank in a row
-  GpuExchange exchange;
-};
-
-struct Packet {
-  uint64_t value;
-  uint64_t exchange;
-};
-
-__device__ __forceinline__ void store_packet(Packet* to, const Packet& packet) {
-  asm volatile(
-      "{\n"
-      ".reg .b128 both;\n"
-      "mov.b128 both, {%1, %2};\n"
-      "st.relaxed.sys.global.b128 [%0], both;\n"
-      "}\n" ::"l"(to),
-      "l"(packet.value), "l"(packet.exchange)
-      : "memory");
-}
-
-__device__ __forceinline__ Packet load_packet(const Packet* from) {
-  Packet packet;
-  asm volatile(
-      "{\n"
-      ".reg .b128 both;\n"
-      "ld.relaxed.sys.global.b128 both, [%2];\n"
-      "mov.b128 {%0, %1}, both;\n"
-      "}\n"
-      : "=l"(packet.value), "=l"(packet.exchange)
-      : "l"(from)
-      : "memory");
-  return packet;
-}
-
-// Whether the group has failed, which ends every wait. The word is in memory of the host.
-__device__ __forceinline__ bool has_failed(const GpuExchange& exchange) {
-  return *static_cast<const volatile int32_t*>(exchange.has_failed) != 0;
-}
-
-// Calls `has_come` until it is true or the group fails.
-template <class HasCome>
-__device__ __forceinline__ void await(const GatherArgs& a, int32_t peer, const HasCome& has_come) {
-  for (uint32_t loads = 1; !has_come(); ++loads) {
-    if (loads % kLoadsBetweenLooks != 0) continue;
-    if (has_failed(a.exchange)) return;
-    if (loads == kLoadsOfALongWait) a.exchange.waits_for[a.rank] = peer + 1;
-  }
-}
-
-// The number of this exchange.
-__device__ __forceinline__ uint64_t exchange_number(const GatherArgs& a) {
-  return a.exchange.states[a.rank]->num_exchanges + 1;
-}
-
-// Called by all threads at their end: the last block counts the exchange.
-__device__ __forceinline__ void end_exchange(const GatherArgs& a, uint64_t number) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  GpuExchange::State* const state = a.exchange.states[a.rank];
-  if (atomicInc(&state->num_ended_blocks, gridDim.x - 1) == gridDim.x - 1) {
-    state->num_exchanges = number;
-  }
-}
 
 // The bytes of a packet: a whole one at once, or in pairs of bytes.
 template <bool kIsAligned>
@@ -161,36 +76,24 @@ __global__ void __launch_bounds__(kPacketThreads)
     gather_packets_kernel(const __grid_constant__ GatherArgs a) {
   let_successor_start();
   wait_for_predecessor();
+  const uint64_t count = load_exchange_count(a);
   const int32_t num_rows = min(*a.num_rows, a.max_rows);
   if (num_rows <= 0) return;
-  const uint64_t number = exchange_number(a);
-  const int64_t turn = static_cast<int64_t>(number % 2) * GpuExchange::kPacketsAPlace;
-  const int32_t packets_a_row = a.first_packet[a.num_ranks];
-  const auto place = [&](int32_t rank, int32_t row, int32_t packet) {
-    return reinterpret_cast<Packet*>(a.exchange.packets[rank]) + turn + row * packets_a_row +
-           packet;
-  };
+  const uint64_t number = begin_exchange(a, count);
   for_packets(a, num_rows, a.rank, [&](int32_t row, int32_t packet, int32_t byte, int32_t left) {
     const uint64_t value =
         load_value<kIsAligned>(a.x + row * a.x_stride + (byte - a.begin[a.rank]), left);
-    for (int32_t peer = 0; peer < a.num_ranks; ++peer) {
-      if (peer != a.rank) store_packet(place(peer, row, packet), {value, number});
-    }
+    send_packet(a, number, row, packet, value);
     if (!a.is_in_place) store_value<kIsAligned>(a.y + row * a.row_bytes + byte, left, value);
   });
   for (int32_t next = 1; next < a.num_ranks; ++next) {
     const int32_t peer = (a.rank + next) % a.num_ranks;
     for_packets(a, num_rows, peer, [&](int32_t row, int32_t packet, int32_t byte, int32_t left) {
-      const Packet* const at = place(a.rank, row, packet);
-      Packet got;
-      await(a, peer, [&] {
-        got = load_packet(at);
-        return got.exchange == number;
-      });
-      store_value<kIsAligned>(a.y + row * a.row_bytes + byte, left, got.value);
+      uint64_t value[1];
+      receive_packets(a, number, peer, row, packet, value);
+      store_value<kIsAligned>(a.y + row * a.row_bytes + byte, left, value[0]);
     });
   }
-  end_exchange(a, number);
 }
 
 // Calls body(row, first byte in y's row, its bytes) for the segments of a rank's columns that this
@@ -207,24 +110,16 @@ __device__ __forceinline__ void for_segments(const GatherArgs& a, int32_t num_ro
   }
 }
 
-__device__ __forceinline__ void store_release(uint64_t* to, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-
 // Item: what a thread copies at once.
 template <class Item>
 __global__ void __launch_bounds__(kSegmentThreads)
     gather_segments_kernel(const __grid_constant__ GatherArgs a) {
   let_successor_start();
   wait_for_predecessor();
+  const uint64_t count = load_exchange_count(a);
   const int32_t num_rows = min(*a.num_rows - a.first_row, a.max_rows);
   if (num_rows <= 0) return;
-  const uint64_t number = exchange_number(a);
+  const uint64_t number = begin_exchange(a, count);
   const int64_t turn = static_cast<int64_t>(number % 2) * a.exchange.segment_bytes;
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const auto for_items = [&](int32_t num_bytes, const auto& body) {
@@ -266,25 +161,10 @@ __global__ void __launch_bounds__(kSegmentThreads)
       });
     });
   }
-  end_exchange(a, number);
-}
-
-// Whether the columns of all ranks, in x and y, begin and end at multiples of `bytes`.
-bool is_aligned(const GatherArgs& a, int64_t bytes) {
-  const auto is_multiple = [&](int64_t value) { return value % bytes == 0; };
-  return is_multiple(reinterpret_cast<intptr_t>(a.x)) &&
-         is_multiple(reinterpret_cast<intptr_t>(a.y)) && is_multiple(a.x_stride) &&
-         std::all_of(a.begin, a.begin + a.num_ranks + 1, is_multiple);
 }
 
 void gather_packets(CudaContext& ctx, GatherArgs& a) {
-  int32_t most = 0;
-  for (int32_t rank = 0; rank < a.num_ranks; ++rank) {
-    const int64_t bytes = a.begin[rank + 1] - a.begin[rank];
-    const auto packets = static_cast<int32_t>((bytes + kPacketBytes - 1) / kPacketBytes);
-    a.first_packet[rank + 1] = a.first_packet[rank] + packets;
-    most = std::max(most, packets);
-  }
+  const int32_t most = count_packets(a);
   const auto blocks = static_cast<uint32_t>(
       std::clamp((a.max_rows * most + kPacketThreads - 1) / kPacketThreads, 1, kMaxPacketBlocks));
   const auto kernel =
@@ -309,32 +189,55 @@ void gather_segments(CudaContext& ctx, GatherArgs& a) {
 }
 
 }  // namespace
-}  // namespace cuda
 
-void gather_columns(CudaContext& ctx, const GatherColumnsParams& p) {
+GatherArgs gather_args(const GatherColumnsParams& p) {
   PACELINE_CHECK(p.ranks.group != nullptr, "columns are gathered without other ranks");
-  const GpuExchange& exchange = p.ranks.group->gpu_exchange();
   const auto item_bytes = static_cast<int32_t>(dtype_bytes(p.dtype));
-  cuda::GatherArgs args = {.num_rows = p.num_rows,
-                           .first_row = 0,
-                           .max_rows = p.max_rows,
-                           .x = static_cast<const std::byte*>(p.x),
-                           .x_stride = p.x_stride * item_bytes,
-                           .y = static_cast<std::byte*>(p.y),
-                           .row_bytes = int64_t{p.columns.total()} * item_bytes,
-                           .is_in_place = false,
-                           .rank = p.ranks.rank,
-                           .num_ranks = p.columns.num_ranks,
-                           .begin = {},
-                           .first_packet = {},
-                           .exchange = exchange};
+  GatherArgs args = {.num_rows = p.num_rows,
+                     .first_row = 0,
+                     .max_rows = p.max_rows,
+                     .x = static_cast<const std::byte*>(p.x),
+                     .x_stride = p.x_stride * item_bytes,
+                     .y = static_cast<std::byte*>(p.y),
+                     .row_bytes = int64_t{p.columns.total()} * item_bytes,
+                     .is_in_place = false,
+                     .rank = p.ranks.rank,
+                     .num_ranks = p.columns.num_ranks,
+                     .begin = {},
+                     .first_packet = {},
+                     .exchange = p.ranks.group->gpu_exchange()};
   for (int32_t rank = 0; rank < args.num_ranks; ++rank) {
     PACELINE_CHECK(p.columns.of(rank).count > 0, "rank ", rank, " has no columns");
     args.begin[rank + 1] = p.columns.first[static_cast<size_t>(rank) + 1] * item_bytes;
   }
   args.is_in_place = args.x == args.y + args.begin[args.rank] && args.x_stride == args.row_bytes;
+  return args;
+}
+
+bool is_aligned(const GatherArgs& a, int64_t bytes) {
+  const auto is_multiple = [&](int64_t value) { return value % bytes == 0; };
+  return is_multiple(reinterpret_cast<intptr_t>(a.x)) &&
+         is_multiple(reinterpret_cast<intptr_t>(a.y)) && is_multiple(a.x_stride) &&
+         std::all_of(a.begin, a.begin + a.num_ranks + 1, is_multiple);
+}
+
+int32_t count_packets(GatherArgs& a) {
+  int32_t most = 0;
+  for (int32_t rank = 0; rank < a.num_ranks; ++rank) {
+    const int64_t bytes = a.begin[rank + 1] - a.begin[rank];
+    const auto packets = static_cast<int32_t>((bytes + kPacketBytes - 1) / kPacketBytes);
+    a.first_packet[rank + 1] = a.first_packet[rank] + packets;
+    most = std::max(most, packets);
+  }
+  return most;
+}
+
+}  // namespace cuda
+
+void gather_columns(CudaContext& ctx, const GatherColumnsParams& p) {
+  cuda::GatherArgs args = cuda::gather_args(p);
   if (p.max_rows <= 0) return;
-  if (args.max_rows * args.row_bytes <= cuda::kMostInPackets) {
+  if (cuda::goes_in_packets(args)) {
     cuda::gather_packets(ctx, args);
   } else {
     cuda::gather_segments(ctx, args);

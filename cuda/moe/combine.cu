@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The weighted sum of a row's expert rows, alone or with the norm that reads it. A thread computes
-// eight elements, each in the order of the places.
+// The weighted sum of a row's expert rows, alone or with the norm that reads it.
 
 #include <cstdint>
 
 #include "base/check.h"
-#include "base/sigmoid.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
+#include "moe/sum_places.cuh"
 #include "norm/register_rows.cuh"
 #include "ops/moe.h"
 
@@ -18,56 +17,6 @@ namespace cuda {
 namespace {
 
 constexpr int32_t kThreads = 128;
-constexpr int32_t kPlacesAhead = 4;  // whose elements a thread loads at once
-
-// The sum of elements [first, first + kPerVector) of a row below max_rows; `count` is as in
-// load_first. Returns false if the row does not exist, which the first loads do not wait for.
-template <class T, bool kIsVector>
-__device__ __forceinline__ bool sum_places(const CombineExpertsParams& p, int32_t row,
-                                           int32_t num_rows, int32_t first, int32_t count,
-                                           float (&sum)[kPerVector]) {
-  const int32_t* const expert_row = p.expert_row + int64_t{row} * p.top_k;
-  const float* const weights = p.weights + int64_t{row} * p.top_k;
-  const T* const x = static_cast<const T*>(p.x) + first;
-#pragma unroll
-  for (float& value : sum) value = 0.0f;
-  const T* base = nullptr;
-  if (p.has_shared) {
-    base = x + (int64_t{min(num_rows, p.max_rows)} * p.top_k + row) * p.hidden;
-  } else if (p.base != nullptr) {
-    base = static_cast<const T*>(p.base) + int64_t{row} * p.hidden + first;
-  }
-  const float base_scale =
-      p.base_gate == nullptr ? 1.0f : sigmoid_same_bits(p.base_gate[row * p.base_gate_stride]);
-  for (int32_t place = 0; place < p.top_k; place += kPlacesAhead) {
-    int64_t at[kPlacesAhead];
-    float weight[kPlacesAhead];
-#pragma unroll
-    for (int i = 0; i < kPlacesAhead; ++i) {
-      const int32_t from = min(place + i, p.top_k - 1);
-      at[i] = int64_t{expert_row[from]} * p.hidden;
-      weight[i] = weights[from];
-    }
-    if (row >= num_rows) return false;
-    if (place == 0 && base != nullptr) {
-      load_first<kIsVector>(base, count, sum);
-#pragma unroll
-      for (float& value : sum) value *= base_scale;
-    }
-    float of_place[kPlacesAhead][kPerVector];
-#pragma unroll
-    for (int i = 0; i < kPlacesAhead; ++i) {
-      load_first<kIsVector>(x + at[i], place + i < p.top_k ? count : 0, of_place[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kPlacesAhead; ++i) {
-      if (place + i >= p.top_k) break;
-#pragma unroll
-      for (int j = 0; j < kPerVector; ++j) sum[j] = fmaf(weight[i], of_place[i][j], sum[j]);
-    }
-  }
-  return true;
-}
 
 // A block computes a piece of one row.
 template <class T, bool kIsVector>
@@ -81,7 +30,8 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t count = p.hidden - first;
   float sum[kPerVector];
   if (!sum_places<T, kIsVector>(p, row, num_rows, first, count, sum)) return;
-  store_first<kIsVector>(sum, count, static_cast<T*>(p.y) + int64_t{row} * p.hidden + first);
+  const int64_t stride = p.stride > 0 ? p.stride : p.hidden;
+  store_first<kIsVector>(sum, count, static_cast<T*>(p.y) + row * stride + first);
 }
 
 // A block computes a row and keeps it in registers. The arithmetic is that of combine_experts and
@@ -164,8 +114,9 @@ void combine_experts(CudaContext& ctx, const CombineExpertsParams& p) {
   constexpr int32_t kPerBlock = kThreads * kPerVector;
   const dim3 grid(static_cast<unsigned>(p.max_rows),
                   static_cast<unsigned>((p.hidden + kPerBlock - 1) / kPerBlock));
-  const bool is_vector = p.hidden % kPerVector == 0 && is_vector_aligned(p.x) &&
-                         is_vector_aligned(p.y) && is_vector_aligned(p.base);
+  const bool is_vector = p.hidden % kPerVector == 0 && p.stride % kPerVector == 0 &&
+                         is_vector_aligned(p.x) && is_vector_aligned(p.y) &&
+                         is_vector_aligned(p.base);
   with_element_type(p.dtype, "combine_experts", [&](auto element) {
     using T = decltype(element);
     launch(ctx, "combine_experts",
@@ -177,7 +128,8 @@ void combine_experts(CudaContext& ctx, const CombineExpertsParams& p) {
 void combine_and_norm(CudaContext& ctx, const CombineAndNormParams& p) {
   using namespace cuda;
   PACELINE_CHECK(p.norm.x == p.combine.y && p.norm.x_dtype == p.combine.dtype &&
-                     p.norm.hidden == p.combine.hidden && p.norm.residual != nullptr,
+                     p.norm.hidden == p.combine.hidden && p.combine.stride == 0 &&
+                     p.norm.residual != nullptr,
                  "the norm has a residual and reads the combined rows");
   if (!is_one_kernel(p)) {
     combine_experts(ctx, p.combine);

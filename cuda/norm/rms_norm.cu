@@ -10,6 +10,7 @@
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
+#include "norm/register_norm.cuh"
 #include "norm/register_rows.cuh"
 #include "ops/ops.h"
 
@@ -24,90 +25,25 @@ constexpr int32_t kPerLayerThreads = 256;
 template <class X, class Y, int kVectors>
 __global__ void __launch_bounds__(kMaxRegisterThreads)
     rms_norm_in_registers(const __grid_constant__ RmsNormParams p) {
-  __shared__ __align__(16) float partials[2][kMaxRegisterThreads / 32];
+  __shared__ __align__(16) NormPartials partials;
   let_successor_start();
-  // Constants load while the previous kernel still runs.
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t num_vectors = p.hidden / kPerVector;
-  const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
-  int32_t at[kVectors];
-  bool is_inside[kVectors];
-  float scale[kVectors][kPerVector] = {};
-  float x_scale[kVectors][kPerVector] = {};
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int32_t vector = thread + v * static_cast<int32_t>(blockDim.x);
-    is_inside[v] = vector < num_vectors;
-    at[v] = vector * kPerVector;
-    if (is_inside[v] && p.weight != nullptr) load_vector(p.weight + at[v], scale[v]);
-    if (is_inside[v] && p.x_weight != nullptr) load_vector(p.x_weight + at[v], x_scale[v]);
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      scale[v][i] += p.weight_offset;
-      x_scale[v][i] += p.weight_offset;
-    }
-  }
-  const float residual_scale = p.residual_scale == nullptr ? 1.0f : *p.residual_scale;
-  if (thread < kMaxRegisterThreads / 32) partials[0][thread] = partials[1][thread] = 0.0f;
-  __syncthreads();
+  RegisterNorm<kVectors> norm;
+  norm.begin(p, partials);
 
   wait_for_predecessor();
   // Loads the row before checking whether it exists: one latency instead of two.
   const int32_t row = static_cast<int32_t>(blockIdx.x);
   const int32_t num_rows = *p.num_rows;
   const X* const row_x = static_cast<const X*>(p.x) + row * p.x_stride;
-  float* const row_residual =
-      p.residual == nullptr ? nullptr : p.residual + int64_t{row} * p.hidden;
   float x[kVectors][kPerVector] = {};
   float residual[kVectors][kPerVector] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (!is_inside[v]) continue;
-    load_vector(row_x + at[v], x[v]);
-    if (row_residual != nullptr) load_vector(row_residual + at[v], residual[v]);
+    if (norm.is_inside[v]) load_vector(row_x + norm.at[v], x[v]);
   }
+  norm.load_residual(p, row, residual);
   if (row >= num_rows) return;
-
-  if (p.x_weight != nullptr) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < kPerVector; ++i) squares = fmaf(x[v][i], x[v][i], squares);
-    }
-    const float factor = norm_factor(block_sum(squares, partials[0]), inverse_hidden, p.eps);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < kPerVector; ++i) x[v][i] *= factor * x_scale[v][i];
-    }
-  }
-  float squares = 0.0f;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      x[v][i] = (x[v][i] + residual[v][i]) * residual_scale;
-      squares = fmaf(x[v][i], x[v][i], squares);
-    }
-    if (is_inside[v] && row_residual != nullptr) store_vector(x[v], row_residual + at[v]);
-  }
-  if (p.y == nullptr) return;
-  Y* const row_y = static_cast<Y*>(p.y) + row * p.y_stride;
-  if (p.weight == nullptr) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (is_inside[v]) store_vector(x[v], row_y + at[v]);
-    }
-    return;
-  }
-  const float factor = norm_factor(block_sum(squares, partials[1]), inverse_hidden, p.eps);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) x[v][i] *= factor * scale[v][i];
-    if (is_inside[v]) store_vector(x[v], row_y + at[v]);
-  }
+  norm.template finish<Y>(p, row, x, residual, partials);
 }
 
 // Serves all other rows. Every pass reads the row again; a thread visits the same elements in each

@@ -98,6 +98,9 @@ DIFFERENCES: Final = {
         "method": "may be left out: the drafter's checkpoint tells it",
         "rejection_sample_method": 'default "coupled": a seed gives the tokens of plain decoding',
         "draft_sample_method": 'for "standard" and "block"; "probabilistic" is the default',
+        "draft_tensor_parallel_size": (
+            "1 or `tensor_parallel_size`; by default [bytes decide](tensor-parallel.md#drafters)"
+        ),
     },
     "SamplingParams": {
         "max_tokens": "16 by default, as in vLLM",

@@ -164,6 +164,12 @@ void register_model(py::module_& module) {
             return py::tuple(py::cast(gpus));
           },
           "The GPU of each rank, if they were chosen; else empty.")
+      .def_property_readonly(
+          "has_parts",
+          [](const PyModel& self) {
+            return self.model->ranks.size() > 1 && self.model->share == GpuShare::kPart;
+          },
+          "Whether each of these GPUs has a part of the weights, and not all.")
       .def("arena", &arena_view, R"doc(A copy of the bytes of all weights, for equality tests.
 
 Returns:

@@ -164,7 +164,7 @@ void register_model_builder(py::module_& module) {
       module, "ModelBuilder", "Fills a model with weights, tensor by tensor.")
       .def(py::init([](const std::string& config_json, const std::string& weight_dtype,
                        const std::string& device_name, const std::vector<int32_t>& gpus,
-                       bool is_drafter) {
+                       bool is_drafter, int32_t draft_tensor_parallel_size) {
              const DType dtype = parse_dtype(weight_dtype);
              const Device device = parse_device(device_name);
              if (!gpus.empty() && device != Device::kCuda) {
@@ -172,13 +172,18 @@ void register_model_builder(py::module_& module) {
                                      "; allowed: device 'cuda', or no gpus");
              }
              GilRelease release;
-             const GpuShare share = is_drafter ? GpuShare::kCopy : GpuShare::kPart;
+             const auto share = [&] {
+               if (!is_drafter) return GpuShare::kPart;
+               return drafter_share(config_json, dtype, static_cast<int32_t>(gpus.size()),
+                                    draft_tensor_parallel_size);
+             };
              ModelBuilder builder = gpus.empty() ? ModelBuilder(config_json, dtype, device)
-                                                 : ModelBuilder(config_json, dtype, gpus, share);
+                                                 : ModelBuilder(config_json, dtype, gpus, share());
              return Holder<PyModelBuilder>(new PyModelBuilder(std::move(builder), dtype));
            }),
            py::arg("config_json"), py::arg("weight_dtype"), py::arg("device") = "cpu",
            py::kw_only(), py::arg("gpus") = std::vector<int32_t>(), py::arg("is_drafter") = false,
+           py::arg("draft_tensor_parallel_size") = 0,
            R"doc(Allocates the weights of a model.
 
 Args:
@@ -187,11 +192,14 @@ Args:
     device: "cpu" or "cuda": where the weights will lie. Executors run there.
     gpus: The GPU of each rank, of those that the process sees, from 0; only with "cuda". Empty: the
         first one has all weights.
-    is_drafter: Each of these GPUs gets all weights, and not only what its rank computes.
+    is_drafter: Each of these GPUs gets what `draft_tensor_parallel_size` says, and not in any case
+        what its rank computes.
+    draft_tensor_parallel_size: Of a drafter: as many as there are GPUs, so that each gets a part;
+        1, so that each gets all; or 0, which chooses by bytes (docs/tensor-parallel.md).
 
 Raises:
-    ValueError: A key of the description that is missing, unknown or not allowed; or gpus has a
-        number twice.
+    ValueError: A key of the description that is missing, unknown or not allowed; gpus has a number
+        twice; or draft_tensor_parallel_size is another number.
     NotImplementedError: There is no such device; says why. Or ranks cannot share the model, or a
         GPU is of another kind or cannot access the memory of another.
     paceline.OutOfMemoryError: The weights could not be allocated.

@@ -95,6 +95,7 @@ def load_for(
         "dtype": config.dtype,
         "device": target.model.device,
         "gpus": target.model.gpus,
+        "draft_tensor_parallel_size": speculative.draft_tensor_parallel_size,
     }
     if target.is_dummy:
         draft = load_dummy_drafter(sources.draft, target, **arguments)

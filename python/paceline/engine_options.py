@@ -46,6 +46,7 @@ class ExecutorOptions(TypedDict):
     draft_sample_method: str
     prompt_lookup_min: int
     prompt_lookup_max: int
+    draft_tensor_parallel_size: int
     draft_driver: str
     draft_stop_threshold: float
     draft_position: str | None
@@ -112,6 +113,7 @@ class SpeculativeKeys:
     draft_sample_method: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    draft_tensor_parallel_size: int | None = None
     draft_driver: str = "unrolled"
     draft_stop_threshold: float = 0.0
     draft_position: str | None = None

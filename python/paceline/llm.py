@@ -147,6 +147,9 @@ class LLM(RunningLLM):
                 dtype=config.dtype,
                 device=resolved,
                 gpus=gpus,
+                draft_tensor_parallel_size=(
+                    None if speculative is None else speculative.draft_tensor_parallel_size
+                ),
                 load_format=load_format,
                 progress=show_progress,
             )

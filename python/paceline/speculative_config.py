@@ -194,7 +194,7 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
 
 def _unknown_key(where: str, key: Any, allowed: tuple[str, ...]) -> ValueError:
     if key == "tensor_parallel_size":
-        hint = "; the drafter's key is 'draft_tensor_parallel_size', which may be 1"
+        hint = "; the drafter's key is 'draft_tensor_parallel_size'"
     elif where == "speculative_config" and key in _NESTED_KEYS:
         hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
     else:

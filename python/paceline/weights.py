@@ -74,6 +74,9 @@ def load_state_dicts(
         dtype=config.dtype,
         device=device,
         gpus=gpus,
+        draft_tensor_parallel_size=(
+            None if speculative is None else speculative.draft_tensor_parallel_size
+        ),
         progress=progress,
     )
     return loaded, drafter, speculative

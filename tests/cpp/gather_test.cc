@@ -146,6 +146,111 @@ TEST(Gather, EveryRankHasAllColumns) {
   }
 }
 
+// The rows of a branch, of which each rank has computed some columns, join the residual and are
+// normed, in one op as in two. After a mixture a row is the sum of its places.
+TEST(Gather, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto num_ranks = static_cast<int32_t>(2 + random() % 3);
+    Exchange e = {
+        .num_rows = static_cast<int32_t>(1 + random() % 9), .widths = {}, .is_in_place = true};
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      e.widths.push_back(static_cast<int32_t>(1 + random() % 40));
+    }
+    const auto floats = [&](int64_t count) {
+      std::vector<float> values(static_cast<size_t>(count));
+      for (float& value : values) value = static_cast<float>(random() % 1000) / 500 - 1;
+      return values;
+    };
+    std::vector<float> whole = floats(int64_t{e.num_rows} * e.total());
+    const auto top_k = static_cast<int32_t>(1 + random() % 6);
+    const bool has_places = random() % 2 == 0;
+    const bool has_shared = random() % 2 == 0;  // else a base, which is there before the op
+    const std::vector<float> of_places = floats(std::ssize(whole) * (top_k + 1));
+    const std::vector<float> base = whole;
+    const std::vector<float> place_weights = floats(int64_t{e.num_rows} * top_k);
+    std::vector<int32_t> expert_row(place_weights.size());
+    for (int32_t& row : expert_row) {
+      row = static_cast<int32_t>(random() % static_cast<uint64_t>(e.num_rows * top_k));
+    }
+    const auto places_of = [&](float* y, const LinearRange& columns) {
+      return CombineExpertsParams{.num_rows = &e.num_rows,
+                                  .max_rows = e.num_rows,
+                                  .top_k = top_k,
+                                  .x = of_places.data() + columns.first,
+                                  .expert_row = expert_row.data(),
+                                  .weights = place_weights.data(),
+                                  .y = y + columns.first,
+                                  .hidden = columns.count,
+                                  .base = has_shared ? nullptr : y + columns.first,
+                                  .has_shared = has_shared,
+                                  .stride = e.total()};
+    };
+    if (has_places) {
+      CpuContext ctx;
+      CombineExpertsParams all = places_of(whole.data(), {.first = 0, .count = e.total()});
+      all.stride = 0;
+      ctx.run(combine_experts, all);
+    }
+    const std::vector<float> residual = floats(std::ssize(whole));
+    const std::vector<float> weight = floats(e.total());
+    const std::vector<float> x_weight = floats(e.total());
+    const float scale = 0.75f;
+    RmsNormParams norm = {.num_rows = &e.num_rows,
+                          .max_rows = e.num_rows,
+                          .x = whole.data(),
+                          .x_stride = e.total(),
+                          .residual = nullptr,
+                          .weight = random() % 4 == 0 ? nullptr : weight.data(),
+                          .weight_offset = static_cast<float>(random() % 2),
+                          .eps = 1e-5f,
+                          .y = nullptr,
+                          .y_stride = e.total(),
+                          .hidden = e.total()};
+    if (random() % 2 == 0) norm.x_weight = x_weight.data();
+    if (random() % 2 == 0) norm.residual_scale = &scale;
+    const bool has_y = random() % 4 != 0;
+    const auto run_norm = [&](std::vector<float>& sum, std::vector<float>& y, const auto& run) {
+      RmsNormParams own = norm;
+      sum = residual;
+      y.assign(whole.size(), -1.0f);
+      own.residual = sum.data();
+      own.y = has_y ? y.data() : nullptr;
+      run(own);
+    };
+    std::vector<float> sum;
+    std::vector<float> y;
+    run_norm(sum, y, [](const RmsNormParams& own) {
+      CpuContext ctx;
+      ctx.run(rms_norm, own);
+    });
+    RankGroup group(num_ranks, int64_t{e.total()} * 4, /*timeout_s=*/60);
+    const std::vector<std::string> messages = on_ranks(num_ranks, [&](int32_t rank) {
+      CpuContext ctx;
+      RankRows rows(e, has_places ? base : whole, {.group = &group, .rank = rank});
+      std::vector<float> own_sum;
+      std::vector<float> own_y;
+      run_norm(own_sum, own_y, [&](RmsNormParams own) {
+        own.x = rows.y.data();
+        GatheredNormParams p = {.gather = rows.params, .norm = own};
+        if (has_places) p.places = places_of(rows.y.data(), e.columns().of(rank));
+        ctx.run(gathered_norm, p);
+        p.places = places_of(whole.data(), e.columns().of(rank));
+        EXPECT_THAT(message_of<InternalError>([&] { check_gathered(p); }),
+                    HasSubstr("the gather does not read the sum of the places"));
+        p.norm.x = whole.data();
+        EXPECT_THAT(message_of<InternalError>([&] { check_gathered(p); }),
+                    HasSubstr("the norm does not read what is gathered"));
+      });
+      EXPECT_EQ(own_sum, sum);
+      EXPECT_EQ(own_y, y);
+    });
+    EXPECT_THAT(messages, Each(std::string()));
+  }
+}
+
 TEST(Gather, SwappedColumnsAreSeen) {
   const std::vector<Exchange> exchanges(5, {.num_rows = 3, .widths = {8, 8, 8}});
   EXPECT_EQ(num_wrong(exchanges, 3, sound), 0);
@@ -171,9 +276,8 @@ TEST(Gather, ARankThatDoesNotComeIsNamed) {
     ctx.run(gather_columns, rows.params);
   });
   for (const size_t rank : {0, 2}) {
-    EXPECT_THAT(messages[rank],
-                AllOf(HasSubstr("rank 1 of 3: it has not come to an exchange for "),
-                      HasSubstr("hang_timeout_s is 0.05")));
+    EXPECT_THAT(messages[rank], AllOf(HasSubstr("rank 1 of 3: it has not come to an exchange for "),
+                                      HasSubstr("hang_timeout_s is 0.05")));
   }
   EXPECT_EQ(num_failures, 1);
   EXPECT_EQ(group.awaited(), "rank 1 of 3");

@@ -144,7 +144,9 @@ TEST(Ranks, SpeculativeEqualsPlainOnOneRank) {
     std::vector<Job> jobs = random_jobs(random, pick(1, 7, 32), 64, temperature, 60, 60);
     if (random() % 2 == 0) mix_sampling(jobs, random, 64);
     const auto choose = [&](ExecutorOptions& options) {
-      options.tensor_parallel_size = pick(2, 3, 4);
+      const int32_t num_ranks = pick(2, 3, 4);
+      options.tensor_parallel_size = num_ranks;
+      options.speculative.draft_tensor_parallel_size = pick(1, num_ranks);
     };
     expect_equals_plain({.target = target,
                          .drafter = draft,
@@ -177,7 +179,8 @@ TEST(Ranks, WeightsOfTheirOwnHaveTheBitsOfOneRank) {
       const auto split = [&](const Model& model, GpuShare share) {
         return split_over(model, Device::kCpu, memories, share);
       };
-      Executor executor(split(*target, GpuShare::kPart), split(*draft, GpuShare::kCopy),
+      Executor executor(split(*target, GpuShare::kPart),
+                        split(*draft, pick(GpuShare::kCopy, GpuShare::kPart)),
                         options_of(num_ranks, 3));
       expect_same(run(executor, jobs), expected);
       EXPECT_EQ(executor.check_integrity(), "");
@@ -185,15 +188,22 @@ TEST(Ranks, WeightsOfTheirOwnHaveTheBitsOfOneRank) {
   }
 }
 
-TEST(Ranks, DraftHeadsAreWholeOnEveryRank) {
+// Each rank computes all of a drafter or a part, from the weights of the whole or from its own.
+TEST(Ranks, DraftersThatAreSharedDraftTheSameTokens) {
   std::vector<TinyDraftHead> heads = testing::all_heads();
   for (const TinyDraftHead& drafter : testing::all_block_drafters()) heads.push_back(drafter);
+  TinyDraftHead latent = {.kind = DrafterKind::kMtp, .fc_norm = true, .owns_lm_head = true};
+  latent.decoder.kv_lora_rank = 24;
+  heads.push_back(latent);
   std::mt19937_64 random(9);
+  int64_t num_accepted = 0;
   for (size_t which = 0; which < heads.size(); ++which) {
     SCOPED_TRACE("head " + std::to_string(which));
     TinyModel shape = {
         .num_qo_heads = 12, .num_kv_heads = 12, .head_dim = 8, .windows = {8, 0, 20}};
     shape.is_gemma = which % 2 == 0;
+    heads[which].decoder.num_qo_heads = 12;
+    heads[which].decoder.num_kv_heads = which % 3 == 0 ? 1 : 12;
     const auto target = random_raw_model(tiny_config_json(shape), which).build();
     const auto head = random_raw_head(heads[which], which + 1).build();
     const std::vector<Job> jobs = random_jobs(random, 8, 64, which % 2 * 0.8);
@@ -206,9 +216,16 @@ TEST(Ranks, DraftHeadsAreWholeOnEveryRank) {
     const std::vector<Outcome> expected = run(plain, jobs);
     // With one rank the drafts are the same, too.
     std::vector<Outcome> on_one;
-    for (const int32_t num_ranks : {1, 2, 3, 4}) {
-      SCOPED_TRACE(std::to_string(num_ranks) + " ranks");
-      Executor executor(target, head, options_of(num_ranks, 4));
+    const auto compare = [&](const std::shared_ptr<const Model>& of_target,
+                             const std::shared_ptr<const Model>& of_draft, int32_t num_ranks,
+                             int32_t draft_ranks, DraftDriver driver) {
+      SCOPED_TRACE(std::to_string(num_ranks) + " ranks, the drafter on " +
+                   std::to_string(draft_ranks));
+      ExecutorOptions options = options_of(num_ranks, 4);
+      options.speculative.draft_tensor_parallel_size = draft_ranks;
+      options.speculative.draft_driver = driver;
+      options.speculative.adaptive = false;  // which depends on times
+      Executor executor(of_target, of_draft, options);
       const std::vector<Outcome> outcomes = run(executor, jobs);
       expect_same(outcomes, expected);
       if (num_ranks == 1) on_one = outcomes;
@@ -217,8 +234,105 @@ TEST(Ranks, DraftHeadsAreWholeOnEveryRank) {
         EXPECT_EQ(outcomes[i].counters.num_draft_tokens, on_one[i].counters.num_draft_tokens);
       }
       EXPECT_EQ(executor.check_integrity(), "");
+    };
+    constexpr auto kUnrolled = DraftDriver::kUnrolled;
+    compare(target, head, 1, 1, kUnrolled);
+    for (const Outcome& outcome : on_one) num_accepted += outcome.counters.num_accepted_tokens;
+    compare(target, head, 2, 1, kUnrolled);
+    for (const auto driver : {kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
+      compare(target, head, 2, 2, driver);
+    }
+    for (const int32_t num_ranks : {3, 4}) {
+      compare(target, head, num_ranks, num_ranks, kUnrolled);
+      const std::vector<RankMemory> memories(static_cast<size_t>(num_ranks),
+                                             {.memory = &host_memory()});
+      compare(split_over(*target, Device::kCpu, memories, GpuShare::kPart),
+              split_over(*head, Device::kCpu, memories, GpuShare::kPart), num_ranks, num_ranks,
+              DraftDriver::kEager);
     }
   }
+  EXPECT_GT(num_accepted, 100);
+}
+
+TEST(Ranks, ADrafterIsSharedAsAskedOrRefused) {
+  const auto target = tiny_model(TinyModel{.num_qo_heads = 12, .num_kv_heads = 12}, 1);
+  const auto draft = tiny_model(TinyModel{.num_qo_heads = 4, .num_kv_heads = 2}, 2);
+  const auto options = [](int32_t num_ranks, int32_t draft_ranks) {
+    ExecutorOptions o = options_of(num_ranks, 2);
+    o.speculative.draft_tensor_parallel_size = draft_ranks;
+    return o;
+  };
+  const auto refusal = [&](int32_t num_ranks, int32_t draft_ranks) {
+    return message_of<Error>([&] { Executor(target, draft, options(num_ranks, draft_ranks)); });
+  };
+  EXPECT_THAT(refusal(4, 2), AllOf(HasSubstr("draft_tensor_parallel_size is 2"),
+                                   HasSubstr("tensor_parallel_size is 4"), HasSubstr("1, where"),
+                                   HasSubstr("4, where")));
+  EXPECT_THAT(refusal(1, 2), HasSubstr("draft_tensor_parallel_size is 2"));
+  EXPECT_THAT(refusal(2, -1), HasSubstr("draft_tensor_parallel_size is -1; allowed: 0 to 8"));
+  EXPECT_THAT(
+      refusal(3, 3),
+      AllOf(HasSubstr("draft_tensor_parallel_size is 3"), HasSubstr("4 query heads and 2 KV heads"),
+            HasSubstr("with tensor_parallel_size 3: 1"), HasSubstr("both can be 1, 2, 4")));
+  EXPECT_EQ(drafter_share(*draft, 3, 0), GpuShare::kCopy);
+  EXPECT_EQ(drafter_share(*draft, 2, 0), GpuShare::kCopy);
+  EXPECT_EQ(drafter_share(*draft, 2, 1), GpuShare::kCopy);
+  EXPECT_EQ(drafter_share(*draft, 2, 2), GpuShare::kPart);
+  EXPECT_EQ(drafter_share(*draft, 1, 1), GpuShare::kCopy);
+  const std::vector<RankMemory> memories(2, {.memory = &host_memory()});
+  for (const GpuShare share : {GpuShare::kPart, GpuShare::kCopy}) {
+    const bool has_parts = share == GpuShare::kPart;
+    const auto split = split_over(*draft, Device::kCpu, memories, share);
+    const auto on_ranks = split_over(*target, Device::kCpu, memories, GpuShare::kPart);
+    EXPECT_THAT(message_of<InvalidArgument>(
+                    [&] { Executor(on_ranks, split, options(2, has_parts ? 1 : 2)); }),
+                AllOf(HasSubstr(has_parts ? "has a part of the drafter" : "has all of the drafter"),
+                      HasSubstr(has_parts ? "allowed: 2, 0" : "allowed: 1, 0")));
+  }
+}
+
+// A prediction by the bytes of published drafters, for two ranks and for four.
+TEST(Ranks, ADrafterIsSharedWhereItsWeightsTakeLongerThanExchanges) {
+  const auto is_shared = [](const TinyModel& decoder, const TinyDraftHead* head) {
+    TinyDraftHead own;
+    if (head != nullptr) own = *head;
+    own.decoder = decoder;
+    const DecoderConfig config = parse_decoder_config(
+        head != nullptr ? testing::head_config_json(own) : tiny_config_json(decoder));
+    return std::pair(is_faster_shared(config, DType::kBFloat16, 2),
+                     is_faster_shared(config, DType::kBFloat16, 4));
+  };
+  using Both = std::pair<bool, bool>;
+  TinyDraftHead eagle3 = {.kind = DrafterKind::kEagle3,
+                          .target_hidden = 4096,
+                          .owns_lm_head = true,
+                          .draft_vocab_size = 32000};
+  const TinyModel of_qwen3_8b = {.vocab_size = 151936,
+                                 .hidden = 4096,
+                                 .num_qo_heads = 32,
+                                 .num_kv_heads = 8,
+                                 .head_dim = 128,
+                                 .intermediate = 12288,
+                                 .windows = {0},
+                                 .is_gemma = false};
+  EXPECT_EQ(is_shared(of_qwen3_8b, &eagle3), Both(true, true));
+  const TinyModel gemma3_270m = {.vocab_size = 262144,
+                                 .hidden = 640,
+                                 .num_qo_heads = 4,
+                                 .num_kv_heads = 1,
+                                 .head_dim = 256,
+                                 .intermediate = 2048,
+                                 .windows = std::vector<int32_t>(18, 0)};
+  EXPECT_EQ(is_shared(gemma3_270m, nullptr), Both(false, false));
+  const TinyModel qwen3_4b = {.vocab_size = 151936,
+                              .hidden = 2560,
+                              .num_qo_heads = 32,
+                              .num_kv_heads = 8,
+                              .head_dim = 128,
+                              .intermediate = 9728,
+                              .windows = std::vector<int32_t>(36, 0),
+                              .is_gemma = false};
+  EXPECT_EQ(is_shared(qwen3_4b, nullptr), Both(true, true));
 }
 
 TEST(Ranks, HitsOfThePrefixCacheEqualMisses) {
@@ -574,9 +688,17 @@ TEST(Ranks, PlantedFaultsGoRed) {
   const auto shift = [](int32_t, CpuRunner& runner) {
     for (Program* const program : runner.programs()) {
       for (GatherColumnsParams* p : program->params_of(gather_columns)) --p->columns.first[1];
+      for (GatheredNormParams* p : program->params_of(gathered_norm)) --p->gather.columns.first[1];
     }
   };
   EXPECT_NE(tokens_of(shift), expected);
+  // Only where a norm follows.
+  const auto shift_normed = [](int32_t, CpuRunner& runner) {
+    for (Program* const program : runner.programs()) {
+      for (GatheredNormParams* p : program->params_of(gathered_norm)) --p->gather.columns.first[1];
+    }
+  };
+  EXPECT_NE(tokens_of(shift_normed), expected);
   // A rank that keeps other columns than the rest draws other tokens, which is seen at once.
   EXPECT_THAT(message_of<Error>([&] {
                 static_cast<void>(tokens_of(on_gathers(1, [](GatherColumnsParams& p) {

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -96,10 +97,7 @@ class RankDevice {
     if (bytes > 0) cuda_memory(gpu_).upload(buffers_.back().data(), from, bytes);
     return buffers_.back().data();
   }
-  void gather(const GatherColumnsParams& p) {
-    const cuda::DeviceScope scope(gpu_);
-    context_.run(gather_columns, p);
-  }
+  void gather(const GatherColumnsParams& p) { run(gather_columns, p); }
   // Waits for the exchanges, and fails their group after a while, which ends them.
   void synchronize(RankGroup& group) {
     const cuda::DeviceScope scope(gpu_);
@@ -112,6 +110,11 @@ class RankDevice {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     cuda::check(cudaStreamSynchronize(context_.stream), "an exchange");
+  }
+  template <class Params>
+  void run(void (*op)(CudaContext&, const Params&), const Params& p) {
+    const cuda::DeviceScope scope(gpu_);
+    context_.run(op, p);
   }
   [[nodiscard]] DeviceMemory& memory() const { return cuda_memory(gpu_); }
   [[nodiscard]] const int32_t* zero() const { return zero_; }
@@ -222,6 +225,166 @@ TEST_F(CudaRanks, ExchangesGiveEveryRankAllColumns) {
   }
 }
 
+// The exchange of a branch's output and the norm behind it: in one kernel as in ops of their own.
+// After a mixture, a row is the sum of its places.
+TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const uint64_t most = std::max(4, std::min(cuda_status().num_gpus, kMaxRanks));
+    const auto num_ranks = static_cast<int32_t>(2 + random() % (most - 1));
+    const std::vector<int32_t> gpus = gpus_for(num_ranks);
+    // Rows that one kernel norms and others: odd ones, long ones and many.
+    const int32_t unit = random() % 4 == 0 ? 1 : 64;
+    RankColumns columns = {.num_ranks = num_ranks};
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      const auto width = static_cast<int32_t>(1 + random() % (random() % 4 == 0 ? 40 : 16)) * unit;
+      columns.first[r + 1] = columns.first[r] + width;
+    }
+    const int32_t hidden = columns.total();
+    const DType dtype = random() % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+    const DType y_dtype = random() % 4 == 0 ? DType::kFloat32 : dtype;
+    const int64_t item = dtype_bytes(dtype);
+    const auto max_rows = static_cast<int32_t>(1 + random() % (random() % 4 == 0 ? 60 : 8));
+    const int32_t num_rows = max_rows - static_cast<int32_t>(random() % 2);
+    const auto floats = [&](int64_t count) {
+      std::vector<float> values(static_cast<size_t>(count));
+      for (float& value : values) value = static_cast<float>(random() % 1000) / 500 - 1;
+      return values;
+    };
+    const int64_t count = int64_t{max_rows} * hidden;
+    const std::vector<float> wide = floats(count);
+    std::vector<std::byte> whole(static_cast<size_t>(count * item));
+    for (int64_t i = 0; i < count; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(wide[static_cast<size_t>(i)]);
+      // Little endian: the upper half is a bfloat16.
+      std::memcpy(whole.data() + i * item, reinterpret_cast<const std::byte*>(&bits) + 4 - item,
+                  static_cast<size_t>(item));
+    }
+    const std::vector<float> residual = floats(count);
+    const std::vector<float> weight = floats(hidden);
+    const float scale = 0.75f;
+    // Places of rows, of the same elements as the rows, which are the bases of the sums.
+    const bool has_places = random() % 2 == 0;
+    constexpr int32_t kTopK = 6;
+    std::vector<int32_t> expert_row(static_cast<size_t>(max_rows * kTopK));
+    for (int32_t& row : expert_row) {
+      row = static_cast<int32_t>(random() % static_cast<uint64_t>(max_rows));
+    }
+    const std::vector<float> place_weights = floats(std::ssize(expert_row));
+    const bool has_x_weight = random() % 2 == 0;
+    const bool has_scale = random() % 2 == 0;
+    const bool has_norm = random() % 4 != 0;
+    const auto group = group_on(gpus, int64_t{hidden} * 4);
+    struct Rank {
+      std::unique_ptr<RankDevice> device;
+      GatheredNormParams params[2];  // joined, and of two ops
+    };
+    std::vector<Rank> ranks(gpus.size());
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      Rank& own = ranks[static_cast<size_t>(rank)];
+      own.device = std::make_unique<RankDevice>(gpus[static_cast<size_t>(rank)],
+                                                gpus.back() == gpus.front());
+      RankDevice& device = *own.device;
+      const auto upload = [&](const std::vector<float>& values) {
+        return reinterpret_cast<float*>(device.upload(values.data(), std::ssize(values) * 4));
+      };
+      const auto* const rows = reinterpret_cast<const int32_t*>(device.upload(&num_rows, 4));
+      const float* const weights = upload(weight);
+      const auto* const scales = reinterpret_cast<const float*>(device.upload(&scale, 4));
+      const LinearRange part = columns.of(rank);
+      const std::byte* const of_places = device.upload(whole.data(), std::ssize(whole));
+      const auto* const expert_rows = reinterpret_cast<const int32_t*>(
+          device.upload(expert_row.data(), std::ssize(expert_row) * 4));
+      const float* const of_place = upload(place_weights);
+      for (GatheredNormParams& p : own.params) {
+        std::vector<std::byte> partial(whole.size(), std::byte{0xff});
+        for (int64_t row = 0; row < max_rows; ++row) {
+          const int64_t at = (row * hidden + part.first) * item;
+          std::copy_n(whole.begin() + at, part.count * item, partial.begin() + at);
+        }
+        std::byte* const y = device.upload(partial.data(), std::ssize(partial));
+        p.gather = {.num_rows = rows,
+                    .max_rows = max_rows,
+                    .x = y + part.first * item,
+                    .x_stride = hidden,
+                    .columns = columns,
+                    .y = y,
+                    .dtype = dtype,
+                    .ranks = {.group = group.get(), .rank = rank}};
+        p.norm = {.num_rows = rows,
+                  .max_rows = max_rows,
+                  .x = y,
+                  .x_stride = hidden,
+                  .residual = upload(residual),
+                  .weight = has_norm ? weights : nullptr,
+                  .weight_offset = 1,
+                  .eps = 1e-5f,
+                  .y = upload(residual),
+                  .y_stride = hidden,
+                  .hidden = hidden,
+                  .x_weight = has_x_weight ? weights : nullptr,
+                  .residual_scale = has_scale ? scales : nullptr,
+                  .x_dtype = dtype,
+                  .y_dtype = y_dtype};
+        if (!has_places) continue;
+        p.places = CombineExpertsParams{.num_rows = rows,
+                                        .max_rows = max_rows,
+                                        .top_k = kTopK,
+                                        .x = of_places + part.first * item,
+                                        .expert_row = expert_rows,
+                                        .weights = of_place,
+                                        .y = y + part.first * item,
+                                        .hidden = part.count,
+                                        .dtype = dtype,
+                                        .base = y + part.first * item,
+                                        .stride = hidden};
+      }
+    }
+    // First without rows, since the driver may wait for the device when it loads a kernel.
+    for (const bool has_rows : {false, true}) {
+      for (Rank& rank : ranks) {
+        GatheredNormParams joined = rank.params[0];
+        GatheredNormParams apart = rank.params[1];
+        for (GatheredNormParams* const p : {&joined, &apart}) {
+          if (has_rows) continue;
+          p->gather.num_rows = rank.device->zero();
+          p->norm.num_rows = rank.device->zero();
+          if (has_places) p->places->num_rows = rank.device->zero();
+        }
+        rank.device->run(gathered_norm, joined);
+        if (has_places) rank.device->run(combine_experts, *apart.places);
+        rank.device->run(gather_columns, apart.gather);
+        rank.device->run(rms_norm, apart.norm);
+      }
+      for (Rank& rank : ranks) rank.device->synchronize(*group);
+      ASSERT_EQ(group->failure(), "");
+    }
+    const auto download = [&](const Rank& rank, const void* from) {
+      std::vector<std::byte> got(static_cast<size_t>(count * 4));
+      rank.device->memory().download(got.data(), static_cast<const std::byte*>(from),
+                                     std::ssize(got));
+      return got;
+    };
+    const auto of_two_ops = [](const Rank& rank) -> const RmsNormParams& {
+      return rank.params[1].norm;
+    };
+    const std::vector<std::byte> sum = download(ranks[0], of_two_ops(ranks[0]).residual);
+    const std::vector<std::byte> y = download(ranks[0], of_two_ops(ranks[0]).y);
+    if (num_rows > 0) {
+      EXPECT_NE(std::memcmp(sum.data(), residual.data(), sum.size()), 0);
+    }
+    for (const Rank& rank : ranks) {
+      for (const GatheredNormParams& p : rank.params) {
+        ASSERT_TRUE(download(rank, p.norm.residual) == sum);
+        ASSERT_TRUE(download(rank, p.norm.y) == y);
+      }
+    }
+  }
+}
+
 TEST_F(CudaRanks, ARankThatDoesNotComeIsNamedAndAFailureEndsTheWait) {
   const std::vector<int32_t> gpus = gpus_for(2);
   const int32_t num_rows = 1;
@@ -325,8 +488,9 @@ TEST_F(CudaRanks, AnyNumberOfThemHasTheBitsOfOne) {
       options.poison_freed_blocks = random() % 2 == 0;
       options.speculative.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay,
                                               DraftDriver::kEager, DraftDriver::kWhile);
+      const GpuShare share = pick(GpuShare::kCopy, GpuShare::kPart);
       Executor executor(on_gpus(target, num_ranks, GpuShare::kPart),
-                        k > 0 ? on_gpus(draft, num_ranks, GpuShare::kCopy) : nullptr, options);
+                        k > 0 ? on_gpus(draft, num_ranks, share) : nullptr, options);
       const std::vector<Outcome> outcomes = run(executor, jobs);
       expect_same(outcomes, expected);
       EXPECT_EQ(executor.check_integrity(), "");
@@ -338,7 +502,7 @@ TEST_F(CudaRanks, AnyNumberOfThemHasTheBitsOfOne) {
               static_cast<long long>(tally.drafted));
 }
 
-TEST_F(CudaRanks, DraftHeadsAreWholeOnEveryRank) {
+TEST_F(CudaRanks, DraftersThatAreSharedDraftTheSameTokens) {
   std::vector<testing::TinyDraftHead> heads = testing::all_heads(64, 20);
   for (const auto& drafter : testing::all_block_drafters()) heads.push_back(drafter);
   std::mt19937_64 random(9);
@@ -350,23 +514,47 @@ TEST_F(CudaRanks, DraftHeadsAreWholeOnEveryRank) {
                              .max_position = 1024,
                              .windows = {8, 0, 20},
                              .is_gemma = which % 2 == 0};
+    heads[which].decoder.num_kv_heads = which % 3 == 0 ? 1 : 4;
     const testing::RawModel raw =
         testing::random_raw_model(testing::tiny_config_json(shape), which);
     const testing::RawModel raw_head = testing::random_raw_head(heads[which], which + 1);
     const std::vector<Job> jobs = random_jobs(random, 8, 64, which % 2 * 0.8, 100, 60);
     Executor plain(raw.build(DType::kBFloat16, Device::kCuda), nullptr, options_of(1, 0));
     const std::vector<Outcome> expected = run(plain, jobs);
-    const auto target = on_gpus(raw.build(DType::kBFloat16), 2, GpuShare::kPart);
-    const auto head = on_gpus(raw_head.build(DType::kBFloat16), 2, GpuShare::kCopy);
-    const auto start = [&] { return std::make_unique<Executor>(target, head, options_of(2, 4)); };
+    const auto options = [](int32_t num_ranks) {
+      ExecutorOptions o = options_of(num_ranks, 4);
+      o.speculative.adaptive = false;  // which depends on times
+      return o;
+    };
     if (heads[which].kind == DrafterKind::kGemma4Mtp) {
-      EXPECT_THAT(message_of<Unsupported>([&] { static_cast<void>(start()); }),
+      const auto target = on_gpus(raw.build(DType::kBFloat16), 2, GpuShare::kPart);
+      const auto head = on_gpus(raw_head.build(DType::kBFloat16), 2, GpuShare::kCopy);
+      EXPECT_THAT(message_of<Unsupported>([&] { Executor(target, head, options(2)); }),
                   HasSubstr("reads the KV"));
       continue;
     }
-    const auto executor = start();
-    expect_same(run(*executor, jobs), expected);
-    EXPECT_EQ(executor->check_integrity(), "");
+    Executor on_one(raw.build(DType::kBFloat16, Device::kCuda),
+                    raw_head.build(DType::kBFloat16, Device::kCuda), options(1));
+    const std::vector<Outcome> speculative = run(on_one, jobs);
+    expect_same(speculative, expected);
+    for (const int32_t num_ranks : rank_counts()) {
+      for (const GpuShare share : {GpuShare::kCopy, GpuShare::kPart}) {
+        SCOPED_TRACE(std::to_string(num_ranks) + " ranks, each with " +
+                     (share == GpuShare::kPart ? "a part" : "all") + " of the drafter");
+        Executor executor(on_gpus(raw.build(DType::kBFloat16), num_ranks, GpuShare::kPart),
+                          on_gpus(raw_head.build(DType::kBFloat16), num_ranks, share),
+                          options(num_ranks));
+        const std::vector<Outcome> outcomes = run(executor, jobs);
+        expect_same(outcomes, expected);
+        for (size_t i = 0; i < jobs.size(); ++i) {
+          EXPECT_EQ(outcomes[i].counters.num_accepted_tokens,
+                    speculative[i].counters.num_accepted_tokens);
+          EXPECT_EQ(outcomes[i].counters.num_draft_tokens,
+                    speculative[i].counters.num_draft_tokens);
+        }
+        EXPECT_EQ(executor.check_integrity(), "");
+      }
+    }
   }
 }
 
@@ -490,8 +678,10 @@ TEST_F(CudaRanks, WhatDoesNotFitTogetherIsRefused) {
   EXPECT_THAT(refusal([&] { static_cast<void>(split_model(on_gpu, {}, GpuShare::kPart)); }),
               HasSubstr("a model on the CPU"));
   const auto split = on_gpus(on_cpu, 2, GpuShare::kPart);
-  EXPECT_THAT(refusal([&] { Executor(split, split, options_of(2, 2)); }),
-              HasSubstr("the drafter is the target"));
+  ExecutorOptions whole = options_of(2, 2);
+  whole.speculative.draft_tensor_parallel_size = 1;
+  EXPECT_THAT(refusal([&] { Executor(split, split, whole); }),
+              AllOf(HasSubstr("draft_tensor_parallel_size is 1"), HasSubstr("has a part")));
   EXPECT_THAT(refusal([&] { Executor(split, on_gpu, options_of(2, 2)); }),
               HasSubstr("was loaded to 1 GPU"));
   EXPECT_THAT(refusal([&] { Executor(split, nullptr, options_of(1, 0)); }),

@@ -82,15 +82,13 @@ def test_a_rank_reads_its_rows_and_waits_for_exchanges() -> None:
         assert found.additive_floor_ms >= found.floor_ms
         assert found.floor_share == pytest.approx(found.floor_ms / 10)
     # docs/tensor-parallel.md: 0.70 ms.
-    assert exchange_seconds(rank_part(model, 2, is_drafter=False)) == pytest.approx(
-        0.7e-3, rel=0.01
-    )
+    assert exchange_seconds(rank_part(model, 2, is_whole=False)) == pytest.approx(0.7e-3, rel=0.01)
 
 
 def test_ranks_repeat_heads_of_keys_and_have_some_things_whole() -> None:
     sizes = {}
     for n in (1, 8):
-        part = rank_part(target_of("qwen3-30b-a3b"), n, is_drafter=False)
+        part = rank_part(target_of("qwen3-30b-a3b"), n, is_whole=False)
         sizes[n] = {matrix.name: matrix.num_bytes for matrix in part.costs.matrices}
     # 32 heads of queries and 4 of keys and values, of 128; a rank has 4 and one each.
     assert sizes[1]["layers.0.attn.qkv"] == (32 + 2 * 4) * 128 * 2048 * 2
@@ -99,12 +97,12 @@ def test_ranks_repeat_heads_of_keys_and_have_some_things_whole() -> None:
     # The router is whole; of every expert a rank has its rows.
     assert sizes[8]["layers.0.mlp.router"] == sizes[1]["layers.0.mlp.router"]
     assert sizes[8]["layers.0.mlp.experts.down"] * 8 == sizes[1]["layers.0.mlp.experts.down"]
-    model, ranked = (rank_part(target_of("qwen3-30b-a3b"), n, is_drafter=False) for n in (1, 8))
+    model, ranked = (rank_part(target_of("qwen3-30b-a3b"), n, is_whole=False) for n in (1, 8))
     # A quarter of the keys, since there are four heads.
     assert 4 * kv_bytes_read(ranked.config, 100, 2) == kv_bytes_read(model.config, 100, 2)
     # Latent entries and recurrent states are whole, and so is what makes them.
     for name in ("glm-4.7-flash", "qwen3.8-27b"):
-        model, ranked = (rank_part(target_of(name), n, is_drafter=False) for n in (1, 2))
+        model, ranked = (rank_part(target_of(name), n, is_whole=False) for n in (1, 2))
         layers = zip(model.config["layers"], ranked.config["layers"], strict=True)
         for whole, part in layers:
             if whole["attention"]["kind"] not in ("full", "sliding"):
@@ -124,13 +122,13 @@ def test_a_drafter_is_whole_but_for_logits_of_the_target() -> None:
     )
     glm = target_of("glm-4.7-flash")
     mtp = drafter_of("glm-4.7-flash", glm, method="mtp")
-    part = rank_part(mtp, 2, is_drafter=True)
+    part = rank_part(mtp, 2, is_whole=True)
     sizes = [{m.name: m.num_bytes for m in of.costs.matrices} for of in (mtp, part)]
     assert sizes[0].pop("lm_head") == 2 * sizes[1].pop("lm_head")
     assert sizes[0] == sizes[1]
     assert exchange_seconds(part) == pytest.approx(4.8e-6)
     passes = floor.iteration_passes(glm, mtp, 3, WORK, (8.0, 8.0))
-    ranked = rank_part(glm, 2, is_drafter=False)
+    ranked = rank_part(glm, 2, is_whole=False)
     waits = floor._exchanges(ranked, part, passes)
     num_layers = len(glm.config["layers"])
     assert waits == pytest.approx((4 * num_layers + 1 + 3) * 4.8e-6)
@@ -139,6 +137,6 @@ def test_a_drafter_is_whole_but_for_logits_of_the_target() -> None:
 def test_a_dense_mlp_beside_a_mixture_exchanges_as_well() -> None:
     model = target_of("gemma4-26b-a4b")
     num_layers = len(model.config["layers"])
-    part = rank_part(model, 2, is_drafter=False)
+    part = rank_part(model, 2, is_whole=False)
     assert exchange_seconds(part) == pytest.approx((6 * num_layers + 1) * 4.8e-6)
-    assert rank_part(model, 1, is_drafter=False) is model and exchange_seconds(model) == 0
+    assert rank_part(model, 1, is_whole=False) is model and exchange_seconds(model) == 0

@@ -186,22 +186,26 @@ def test_unknown_key_lists_the_allowed_ones() -> None:
 
 def test_tensor_parallel_size_names_the_right_key() -> None:
     refuses(GOOD | {"tensor_parallel_size": 2}, ValueError, "draft_tensor_parallel_size")
+    keys = {"draft_tensor_parallel_size": 9}
+    refuses(GOOD | keys, ValueError, "['draft_tensor_parallel_size'] is 9", "1 to 8")
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    refuses(lookup, ValueError, "draft_tensor_parallel_size", "'ngram'", "which has no model")
 
 
-@pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "parallel_drafting"])
+@pytest.mark.parametrize("key", ["max_model_len", "parallel_drafting"])
 def test_keys_of_other_engines_are_not_supported_yet(key: str) -> None:
     refuses(GOOD | {key: 2}, NotImplementedError, repr(key), "'num_speculative_tokens'")
 
 
 def test_keys_of_other_engines_are_refused_together() -> None:
-    keys = {"draft_tensor_parallel_size": 2, "quantization": "fp8", "enforce_eager": False}
+    keys = {"max_model_len": 2, "quantization": "fp8", "enforce_eager": False}
     refuses(
         GOOD | keys,
         NotImplementedError,
-        "'draft_tensor_parallel_size': 2: leave it out: tensor_parallel_size alone divides",
+        "'max_model_len': 2: leave it out: the drafter uses the target's length",
         "'quantization': 'fp8': leave it out: the checkpoint's config.json says",
     )
-    harmless = {"draft_tensor_parallel_size": 1, "quantization": None, "enforce_eager": False}
+    harmless = {"max_model_len": None, "quantization": None, "enforce_eager": False}
     assert SpeculativeConfig.parse(GOOD | harmless) == SpeculativeConfig.parse(GOOD)
 
 

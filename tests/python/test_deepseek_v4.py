@@ -19,6 +19,7 @@ from deepseek_v4_engines import (
     check_bench,
     check_cached_prefixes_change_no_token,
     check_preempted_sequences_keep_their_tokens,
+    check_ranks_change_nothing,
     check_tensors_in_memory,
     drafting,
     generate,
@@ -68,6 +69,10 @@ def test_a_model_agrees_with_itself() -> None:
         counters = output.metrics.speculative_decoding
         assert counters is not None
         assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+
+
+def test_ranks_change_nothing() -> None:
+    check_ranks_change_nothing(make(SPEC), mtp(5))
 
 
 def test_preempted_sequences_keep_their_tokens() -> None:

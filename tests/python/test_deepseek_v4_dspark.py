@@ -22,6 +22,7 @@ from deepseek_v4_engines import (
     check_bench,
     check_cached_prefixes_change_no_token,
     check_preempted_sequences_keep_their_tokens,
+    check_ranks_change_nothing,
     check_tensors_in_memory,
     drafting,
     generate,
@@ -89,6 +90,10 @@ def test_drivers_change_no_token(nested: dict[str, Any]) -> None:
 def test_rejection_at_temperature_0(method: str, threshold: float) -> None:
     config = dspark(4, draft_stop_threshold=threshold) | {"rejection_sample_method": method}
     assert outputs(path_of(), config, 0.0) == plain(SPEC, 0.0)
+
+
+def test_ranks_change_nothing() -> None:
+    check_ranks_change_nothing(path_of(), dspark(5))
 
 
 def test_preempted_sequences_keep_their_tokens() -> None:

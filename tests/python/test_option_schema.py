@@ -66,7 +66,7 @@ def test_the_c_interface_has_its_options_once() -> None:
     ]
     code = re.sub(r"//.*", "", struct)
     in_c = [option.name for option in IN_CPP.values() if option.c]
-    assert len(in_c) == 17 and "hang_timeout_s" in in_c
+    assert len(in_c) == 18 and "hang_timeout_s" in in_c
     for name in in_c:
         assert len(re.findall(rf"\b{name}[,;]", code)) == 1, name
     header = (ROOT / "cpp/include/paceline/config.h").read_text("utf-8")

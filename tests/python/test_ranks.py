@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mtp_models
+import qwen3_5_mtp
 from drafter_checks import PROMPTS
 from errors import refuses
 from paceline import LLM, AsyncLLM, EngineConfig, SamplingParams
 from paceline.device import chosen_gpus
 from paceline.loader import load_checkpoint
+from tiny_configs import DEEPSEEK, QWEN3_5
 from tiny_models import TinySpec, load_tensors, make
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "qwen3_moe", "glm4_moe_lite", "qwen3_5")
@@ -59,6 +62,48 @@ def test_outputs_are_those_of_one_rank(family: str) -> None:
                 found = generated(llm)
             expected = found if expected is None else expected
             assert found == expected, (ranks, speculative)
+
+
+def test_ranks_share_a_drafter_as_asked() -> None:
+    target = make(TinySpec("llama", seed=3))
+    draft = make(TinySpec("llama", seed=4, hidden_size=32, heads=2, kv_heads=1))
+
+    def llm(ranks: int, draft_ranks: int | None) -> LLM:
+        config = {
+            "model": str(draft),
+            "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": draft_ranks,
+            "x": {"adaptive": False},
+        }
+        return LLM(target, speculative_config=config, tensor_parallel_size=ranks, **ENGINE)
+
+    expected = None
+    for ranks, draft_ranks in ((1, None), (1, 1), (2, None), (2, 1), (2, 2)):
+        with llm(ranks, draft_ranks) as engine:
+            found = generated(engine), engine.stats()["speculative_decoding"]
+        expected = found if expected is None else expected
+        assert found == expected, (ranks, draft_ranks)
+    parts = ("2 query heads and 1 KV heads", "allowed with tensor_parallel_size 4: 1")
+    named = "draft_tensor_parallel_size is 4"
+    refuses(lambda: llm(4, 4), named, *parts, kind=NotImplementedError)
+    refuses(lambda: llm(4, 2), "draft_tensor_parallel_size is 2", "allowed: 1")
+
+
+@pytest.mark.parametrize("family", [*DEEPSEEK, *QWEN3_5])
+def test_ranks_share_an_mtp_layer(family: str, tmp_path: Path) -> None:
+    write = mtp_models.write if family in DEEPSEEK else qwen3_5_mtp.write
+    path = write(TinySpec(family, seed=5), tmp_path / "model")
+    found = []
+    for ranks, draft_ranks in ((1, None), (2, 1), (2, 2)):
+        config = {
+            "method": "mtp",
+            "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": draft_ranks,
+            "x": {"adaptive": False},
+        }
+        with LLM(path, speculative_config=config, tensor_parallel_size=ranks, **ENGINE) as llm:
+            found.append((generated(llm), llm.stats()["speculative_decoding"]))
+    assert found[1:] == found[:1] * 2
 
 
 def test_logits_and_hidden_states_are_those_of_one_rank() -> None:

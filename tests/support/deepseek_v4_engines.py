@@ -103,6 +103,18 @@ def check_cached_prefixes_change_no_token(path: Path, config: dict[str, Any]) ->
     assert found[1:] == found[:1] * 3
 
 
+def check_ranks_change_nothing(path: Path, config: dict[str, Any]) -> None:
+    """Ranks that share the drafter, or each compute all of it, draft what one rank drafts."""
+    found = []
+    for ranks, draft_ranks in ((1, None), (2, 1), (2, 2)):
+        shared = config | {"draft_tensor_parallel_size": draft_ranks}
+        engine = ENGINE | {"tensor_parallel_size": ranks}
+        with LLM(path, speculative_config=shared, **engine) as llm:
+            found.append((generate(llm, sampling()), llm.stats()["speculative_decoding"]))
+            assert llm._executor.check_integrity() == ""
+    assert found[1:] == found[:1] * 2
+
+
 def check_tensors_in_memory(path: Path, other: Path, config: dict[str, Any]) -> None:
     """`path` has the target SPEC, `other` has OTHER."""
     tensors, target = load_tensors(path), read_json(path / "config.json")

@@ -29,7 +29,7 @@ struct RankMemory;
 
 // What each of several GPUs gets of a model.
 enum class GpuShare : uint8_t {
-  kPart,  // what its rank computes (docs/tensor-parallel.md): of a target
+  kPart,  // what its rank computes (docs/tensor-parallel.md): of a target, or of a drafter
   kCopy,  // all: of a drafter
 };
 
@@ -97,6 +97,17 @@ class PACELINE_API ModelBuilder {
   explicit ModelBuilder(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
+
+// What each of `num_ranks` GPUs gets of a drafter with these values of tensor_parallel_size and
+// SpeculativeOptions::draft_tensor_parallel_size: the one of which a draft step takes less time, if
+// the latter is 0. Throws InvalidArgument where the latter is neither 0 nor 1 nor num_ranks, and
+// Unsupported where it asks for parts of a drafter that ranks cannot share.
+[[nodiscard]] PACELINE_API GpuShare drafter_share(const Model& drafter, int32_t num_ranks,
+                                                  int32_t draft_tensor_parallel_size);
+// The same for a drafter that is not loaded yet; the first arguments are as those of ModelBuilder.
+[[nodiscard]] PACELINE_API GpuShare drafter_share(std::string_view config_json, DType weight_dtype,
+                                                  int32_t num_ranks,
+                                                  int32_t draft_tensor_parallel_size);
 
 // Copies a model that is loaded to the CPU already to GPUs, for engines with as many ranks. A
 // ModelBuilder for these GPUs needs less host memory. One GPU may be given, too.
@@ -173,9 +184,10 @@ struct ModelFolder {
 // ModelFileError naming file and key, and the exceptions of ModelBuilder.
 [[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory,
                                                          Device device = Device::kCpu);
-// The same onto several GPUs: to each its part of the target, and the whole drafter. Each reads
-// only the bytes that it gets.
+// The same onto several GPUs: to each its part of the target, and of the drafter what
+// drafter_share() says. Each reads only the bytes that it gets.
 [[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory,
-                                                         std::span<const int32_t> gpus);
+                                                         std::span<const int32_t> gpus,
+                                                         int32_t draft_tensor_parallel_size = 0);
 
 }  // namespace paceline

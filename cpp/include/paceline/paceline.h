@@ -87,6 +87,12 @@ typedef struct paceline_options {
   // 0: the default, which is only with "coupled"; positive: yes; negative: no.
   int32_t adaptive_drafts;
   // generated: c_fields
+  // The ranks that share the drafter: tensor_parallel_size, so that each rank computes a part of
+  // it, or 1, so that each computes all of it. 0 is what takes less time by a count of bytes: where
+  // the bytes that a draft step then does not read are more than 24 MiB for each exchange that it
+  // makes, the drafter is shared (docs/tensor-parallel.md). On GPUs it must agree with what
+  // split_model has made of the drafter.
+  int32_t draft_tensor_parallel_size;
   // Of models with recurrent layers the prefix cache keeps a state at every multiple of this many
   // tokens, which is a multiple of block_size, and at the ends of prompts and outputs. 0 is 4,096,
   // or the largest multiple of block_size below.

@@ -132,11 +132,13 @@ Device read_device(const char* name) {
 }
 
 // Loads a folder to a device; with several ranks on GPUs, to the first ones.
-ModelFolder load_folder(const char* folder, Device device, int32_t num_ranks) {
-  if (device != Device::kCuda || num_ranks <= 1) return load_model_folder(folder, device);
-  std::vector<int32_t> gpus(static_cast<size_t>(num_ranks));
+ModelFolder load_folder(const char* folder, Device device, const ExecutorOptions& o) {
+  if (device != Device::kCuda || o.tensor_parallel_size <= 1) {
+    return load_model_folder(folder, device);
+  }
+  std::vector<int32_t> gpus(static_cast<size_t>(o.tensor_parallel_size));
   std::iota(gpus.begin(), gpus.end(), 0);
-  return load_model_folder(folder, gpus);
+  return load_model_folder(folder, gpus, o.speculative.draft_tensor_parallel_size);
 }
 
 paceline_options default_options() {
@@ -367,7 +369,7 @@ paceline_status paceline_open(const char* folder, const paceline_options* option
     if (options != nullptr) given = read_struct("paceline_options", *options, given);
     const ExecutorOptions executor = executor_options(given);
     const Device device = read_device(given.device);
-    ModelFolder loaded = load_folder(folder, device, executor.tensor_parallel_size);
+    ModelFolder loaded = load_folder(folder, device, executor);
     const bool looks_up = given.prompt_lookup_min != 0 || given.prompt_lookup_max != 0;
     if (given.plain_decoding != 0 || looks_up) loaded.draft = nullptr;
     *engine = new paceline_engine(std::move(loaded), executor);

@@ -28,7 +28,7 @@ struct GpuExchange {
   static constexpr int32_t kMaxBlocks = 64;
   struct State {
     uint64_t num_exchanges;
-    uint32_t num_ended_blocks;  // of the exchange that runs
+    uint32_t num_begun_blocks;  // of the exchange that runs: those that know its number
   };
 
   std::byte* packets[kMaxRanks] = {};   // [2, kPacketsAPlace] packets of 16 bytes

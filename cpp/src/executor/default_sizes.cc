@@ -155,8 +155,10 @@ DefaultSizes choose_sizes(const ExecutorOptions& given, const Model& target, con
     if (!free) free = host_bytes().room();
     if (free) free = *free / num_ranks;
   }
-  const bool has_ranks = draft != nullptr && !draft->ranks.empty();
-  const Model* const own_draft = has_ranks ? draft->ranks.front().get() : draft;
+  // The drafter outlives the call, so this need not own it.
+  const std::shared_ptr<const Model> shared_draft(std::shared_ptr<void>(), draft);
+  const RankModels drafts = rank_drafts(shared_draft, given);
+  const Model* const own_draft = drafts.front().get();
   if (!target.ranks.empty()) {
     return SizeChooser(given, *target.ranks.front(), own_draft, free).choose();
   }

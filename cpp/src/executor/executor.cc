@@ -84,7 +84,7 @@ struct Drafting {
         lease(draft == target ? nullptr : draft.get()),
         sizes(chosen),
         drafts(rank_drafts(draft, sizes.options)),
-        layout(plan_layout(sizes.options, *targets.front(), draft.get())) {}
+        layout(plan_layout(sizes.options, *targets.front(), drafts.front().get())) {}
 
   // Makes the runner, and notes what it takes.
   [[nodiscard]] std::unique_ptr<Runner> start(const RankModels& targets,
@@ -304,7 +304,7 @@ MemoryReport Executor::Impl::memory_report() {
   for (const auto& [purpose, bytes] : report.workspace) report.workspace_bytes += bytes;
   for (size_t rank = 0; rank < drafting->rank_bytes.size(); ++rank) {
     const bool is_on_gpu = target->device == Device::kCuda;
-    const Model* const own_draft = rank < drafts.size() ? drafts[rank].get() : nullptr;
+    const Model* const own_draft = is_on_gpu ? drafts[rank].get() : draft;
     report.ranks.push_back(
         {.gpu = is_on_gpu ? targets[rank]->gpu : -1,
          .target_weight_bytes = model_weight_bytes(is_on_gpu ? *targets[rank] : *target),

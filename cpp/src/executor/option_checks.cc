@@ -247,8 +247,25 @@ void check_gpus(const ExecutorOptions& o, const Model& model) {
                                ", or a model that split_model has copied to as many GPUs"));
 }
 
-// Refuses a target and a drafter on different GPUs, and a target that is its own drafter, of which
-// each rank has a part only.
+// Refuses a drafter that ranks cannot share as the options ask, or that split_model has given to
+// GPUs in another way.
+void check_draft_share(const ExecutorOptions& o, const Model& draft) {
+  const int32_t size = o.speculative.draft_tensor_parallel_size;
+  if (draft.ranks.size() < 2) {
+    static_cast<void>(shares_drafter(draft, o.tensor_parallel_size, size));
+    return;
+  }
+  const bool has_parts = draft.share == GpuShare::kPart;
+  const int32_t allowed = has_parts ? o.tensor_parallel_size : 1;
+  if (size == 0 || size == allowed) return;
+  throw InvalidArgument(concat("draft_tensor_parallel_size is ", size, ", but each of ",
+                               draft.ranks.size(), " GPUs has ", has_parts ? "a part" : "all",
+                               " of the drafter ", draft.config.name, "; allowed: ", allowed,
+                               ", 0, or a drafter that split_model has copied as drafter_share() "
+                               "says"));
+}
+
+// Refuses a target and a drafter on different GPUs.
 void check_shared_gpus(const Model& target, const Model& draft) {
   const auto gpus_of = [](const Model& model) {
     std::string gpus;
@@ -260,10 +277,6 @@ void check_shared_gpus(const Model& target, const Model& draft) {
     throw InvalidArgument(concat("the target is on the GPUs ", of_target, " and the drafter on ",
                                  of_draft, "; allowed: the same GPUs in the same order"));
   }
-  if (&target != &draft || target.ranks.size() < 2) return;
-  throw Unsupported(concat("the drafter is the target, of which each of ", target.ranks.size(),
-                           " GPUs has a part; allowed with several GPUs: a drafter that is loaded "
-                           "for itself"));
 }
 
 void check_ranks(const ExecutorOptions& o, const Model& target, const Model* draft) {
@@ -271,6 +284,7 @@ void check_ranks(const ExecutorOptions& o, const Model& target, const Model* dra
   check_gpus(o, target);
   if (draft != nullptr) check_gpus(o, *draft);
   if (target.device == Device::kCuda && draft != nullptr) check_shared_gpus(target, *draft);
+  if (num_ranks == 1 && draft != nullptr) check_draft_share(o, *draft);
   if (num_ranks == 1) return;
   const std::string named = concat("tensor_parallel_size is ", num_ranks);
   if (o.use_null_device) {
@@ -287,6 +301,7 @@ void check_ranks(const ExecutorOptions& o, const Model& target, const Model* dra
                              " reads the KV of the target, of which each rank has a part; allowed "
                              "with this drafter: 1"));
   }
+  check_draft_share(o, *draft);
 }
 
 }  // namespace

@@ -237,20 +237,40 @@ int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const
                                                activation_dtype(target, draft));
 }
 
+namespace {
+
+// The part of a model on the CPU that each rank computes.
+RankModels rank_parts(const Model& whole, int32_t num_ranks) {
+  RankModels parts;
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    parts.push_back(rank_model(whole, {.rank = rank, .num_ranks = num_ranks}));
+  }
+  return parts;
+}
+
+// Elements of the longest row that the ranks of two models exchange.
+int64_t exchanged_width(const Model& target, const Model* draft) {
+  const int64_t of_target = exchanged_width(target.config);
+  return draft != nullptr ? std::max(of_target, exchanged_width(draft->config)) : of_target;
+}
+
+}  // namespace
+
 RankModels rank_targets(const std::shared_ptr<const Model>& whole, const ExecutorOptions& o) {
   if (!whole->ranks.empty()) return whole->ranks;
   const int32_t num_ranks = o.tensor_parallel_size;
   if (num_ranks == 1) return {whole};
-  RankModels targets;
-  for (int32_t rank = 0; rank < num_ranks; ++rank) {
-    targets.push_back(rank_model(*whole, {.rank = rank, .num_ranks = num_ranks}));
-  }
-  return targets;
+  return rank_parts(*whole, num_ranks);
 }
 
 RankModels rank_drafts(const std::shared_ptr<const Model>& whole, const ExecutorOptions& o) {
   if (whole != nullptr && !whole->ranks.empty()) return whole->ranks;
-  return RankModels(static_cast<size_t>(o.tensor_parallel_size), whole);
+  const int32_t num_ranks = o.tensor_parallel_size;
+  if (whole != nullptr &&
+      shares_drafter(*whole, num_ranks, o.speculative.draft_tensor_parallel_size)) {
+    return rank_parts(*whole, num_ranks);
+  }
+  return RankModels(static_cast<size_t>(std::max(num_ranks, 1)), whole);
 }
 
 #ifdef PACELINE_CUDA
@@ -276,7 +296,8 @@ std::unique_ptr<Runner> make_gpu_runner(const RankModels& targets, const RankMod
   if (targets.size() == 1) return make_rank({});
   std::vector<DeviceMemory*> memories;
   for (const auto& target : targets) memories.push_back(&cuda_memory(target->gpu));
-  const int64_t row_bytes = exchanged_width(targets.front()->config) * dtype_bytes(DType::kFloat32);
+  const int64_t row_bytes =
+      exchanged_width(*targets.front(), drafts.front().get()) * dtype_bytes(DType::kFloat32);
   return std::make_unique<RankedRunner>(std::make_unique<RankGroup>(memories, row_bytes),
                                         max_in_flight(o), make_rank, /*has_threads=*/true);
 }
@@ -313,7 +334,8 @@ std::unique_ptr<Runner> make_runner(const RankModels& targets, const RankModels&
     return std::make_unique<CpuRunner>(targets[rank], drafts[rank], layout, options);
   };
   if (num_ranks == 1) return make_rank({});
-  const int64_t row_bytes = exchanged_width(target->config) * dtype_bytes(DType::kFloat32);
+  const int64_t row_bytes =
+      exchanged_width(*target, drafts.front().get()) * dtype_bytes(DType::kFloat32);
   return std::make_unique<RankedRunner>(
       std::make_unique<RankGroup>(num_ranks, row_bytes, o.hang_timeout_s), max_in_flight(o),
       make_rank, /*has_threads=*/false);

@@ -32,7 +32,8 @@ using RankModels = std::vector<std::shared_ptr<const Model>>;
 // The whole target, or the part that each of several ranks computes.
 [[nodiscard]] RankModels rank_targets(const std::shared_ptr<const Model>& whole,
                                       const ExecutorOptions& options);
-// The whole drafter for each rank, or null.
+// The whole drafter for each rank, or the part that it computes
+// (SpeculativeOptions::draft_tensor_parallel_size), or null.
 [[nodiscard]] RankModels rank_drafts(const std::shared_ptr<const Model>& whole,
                                      const ExecutorOptions& options);
 

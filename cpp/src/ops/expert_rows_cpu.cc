@@ -139,11 +139,11 @@ struct CombineKernel {
                                          int64_t num_rows) {
     const CombineExpertsParams& p = *params;
     const auto* const x = static_cast<const float*>(p.x);
-    float* const y = static_cast<float*>(p.y) + row * p.hidden;
-    const float* const base = p.has_shared ? x + (num_rows * p.top_k + row) * p.hidden
-                              : p.base != nullptr
-                                  ? static_cast<const float*>(p.base) + row * p.hidden
-                                  : nullptr;
+    const int64_t stride = p.stride > 0 ? p.stride : p.hidden;
+    float* const y = static_cast<float*>(p.y) + row * stride;
+    const float* const base = p.has_shared        ? x + (num_rows * p.top_k + row) * stride
+                              : p.base != nullptr ? static_cast<const float*>(p.base) + row * stride
+                                                  : nullptr;
     const int32_t* const expert_row = p.expert_row + row * p.top_k;
     const float* const weights = p.weights + row * p.top_k;
     const float scale =
@@ -156,7 +156,7 @@ struct CombineKernel {
         for (int32_t i = 0; i < kColumns; ++i) sums[i] = scale * base[first + i];
       }
       for (int32_t place = 0; place < p.top_k; ++place) {
-        const float* const from = x + int64_t{expert_row[place]} * p.hidden + first;
+        const float* const from = x + expert_row[place] * stride + first;
         for (int32_t i = 0; i < kColumns; ++i) {
           sums[i] = std::fma(weights[place], from[i], sums[i]);
         }
@@ -166,7 +166,7 @@ struct CombineKernel {
     for (; first < p.hidden; ++first) {
       float sum = base != nullptr ? scale * base[first] : 0;
       for (int32_t place = 0; place < p.top_k; ++place) {
-        sum = std::fma(weights[place], x[int64_t{expert_row[place]} * p.hidden + first], sum);
+        sum = std::fma(weights[place], x[expert_row[place] * stride + first], sum);
       }
       y[first] = sum;
     }

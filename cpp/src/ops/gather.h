@@ -6,11 +6,14 @@
 // one rank.
 
 #include <cstdint>
+#include <optional>
 
 #include <paceline/dtype.h>
 
 #include "device/rank_group.h"
 #include "device/rank_share.h"
+#include "ops/moe.h"
+#include "ops/ops.h"
 
 namespace paceline {
 
@@ -33,5 +36,18 @@ struct GatherColumnsParams {
 // On a GPU, where every rank has columns, the kernel then ends without them, and the runner throws.
 void gather_columns(CpuContext&, const GatherColumnsParams&);
 void gather_columns(CudaContext&, const GatherColumnsParams&);
+
+// combine_experts, if it is there, to the rank's columns of the gather's x; gather_columns; and
+// then rms_norm with its y as x. That y may stay unwritten, because a backend may fuse the ops.
+struct GatheredNormParams {
+  GatherColumnsParams gather;
+  RmsNormParams norm;
+  std::optional<CombineExpertsParams> places = std::nullopt;
+};
+// Throws InternalError where the norm does not read what is gathered, or the gather not the sum of
+// the places.
+void check_gathered(const GatheredNormParams& p);
+void gathered_norm(CpuContext&, const GatheredNormParams&);
+void gathered_norm(CudaContext&, const GatheredNormParams&);
 
 }  // namespace paceline

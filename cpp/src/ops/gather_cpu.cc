@@ -52,4 +52,26 @@ void gather_columns(CpuContext& ctx, const GatherColumnsParams& p) {
   }
 }
 
+void check_gathered(const GatheredNormParams& p) {
+  const GatherColumnsParams& gather = p.gather;
+  const RmsNormParams& norm = p.norm;
+  PACELINE_CHECK(norm.x == gather.y && norm.num_rows == gather.num_rows &&
+                     norm.max_rows == gather.max_rows && norm.x_dtype == gather.dtype &&
+                     norm.hidden == gather.columns.total() && norm.x_stride == norm.hidden,
+                 "the norm does not read what is gathered");
+  if (!p.places) return;
+  PACELINE_CHECK(p.places->y == gather.x && p.places->stride == gather.x_stride &&
+                     p.places->num_rows == gather.num_rows &&
+                     p.places->max_rows == gather.max_rows && p.places->dtype == gather.dtype &&
+                     p.places->hidden == gather.columns.of(gather.ranks.rank).count,
+                 "the gather does not read the sum of the places");
+}
+
+void gathered_norm(CpuContext& ctx, const GatheredNormParams& p) {
+  check_gathered(p);
+  if (p.places) combine_experts(ctx, *p.places);
+  gather_columns(ctx, p.gather);
+  rms_norm(ctx, p.norm);
+}
+
 }  // namespace paceline

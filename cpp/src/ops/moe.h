@@ -175,6 +175,8 @@ struct CombineExpertsParams {
   // The base of a row is multiplied by sigmoid_same_bits(base_gate[row * base_gate_stride]).
   const float* base_gate = nullptr;  // [max_rows], with a base; or null
   int64_t base_gate_stride = 0;
+  // Elements between rows of x, y and base, which may have more than `hidden`; 0: hidden.
+  int64_t stride = 0;
 };
 void combine_experts(CpuContext&, const CombineExpertsParams&);
 void combine_experts(CudaContext&, const CombineExpertsParams&);

@@ -133,8 +133,9 @@ def with_floor(
         The measurement with `floor_ms`, `floor_share`, `additive_floor_ms`, `additive_floor_share`
         and `prompt_floor_ms`.
     """
-    target = rank_part(target, num_gpus, is_drafter=False)
-    draft = None if draft is None else rank_part(draft, num_gpus, is_drafter=True)
+    target = rank_part(target, num_gpus, is_whole=False)
+    if draft is not None:
+        draft = rank_part(draft, num_gpus, is_whole=not draft.loaded.model.has_parts)
     passes, prompt_passes = _passes(target, draft, row), _prompt_passes(target, draft, row)
     # Nothing of a pass goes on while it waits for the other ranks.
     waits, prompt_waits = (_exchanges(target, draft, ops) for ops in (passes, prompt_passes))

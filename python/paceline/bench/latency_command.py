@@ -298,6 +298,7 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
             draft_source, revision, kept = source, args.revision, args.num_layers
         draft = load_draft(
             draft_source, target, method=config.method, draft_feedback=config.draft_feedback,
+            draft_tensor_parallel_size=config.draft_tensor_parallel_size,
             dummy=is_draft_dummy, dtype=args.dtype, device=device, gpus=gpus,
             show_progress=not args.quiet, revision=revision, cache_dir=args.cache_dir,
             num_layers=kept,

@@ -140,6 +140,7 @@ def load_draft(
     *,
     method: str | None,
     draft_feedback: str | None = None,
+    draft_tensor_parallel_size: int | None = None,
     dummy: bool,
     **how: Unpack[Loading],
 ) -> BenchModel:
@@ -150,6 +151,7 @@ def load_draft(
         target: Its target.
         method: A method of `SpeculativeConfig` with a model; None = that of its configuration.
         draft_feedback: Of an MTP layer, as in `SpeculativeConfig`.
+        draft_tensor_parallel_size: As in `SpeculativeConfig`.
         dummy: As for `load`.
         how: How to load it.
 
@@ -164,7 +166,7 @@ def load_draft(
     from paceline.loader import dummy_drafter, dummy_model, load_drafter, load_dummy_drafter
 
     found = _find(source, dummy, how)
-    placed = _placed(how)
+    placed = {**_placed(how), "draft_tensor_parallel_size": draft_tensor_parallel_size}
     kind: dict[str, Any] = {"method": method, "draft_feedback": draft_feedback}
     if not isinstance(found, Path):
         dtype = placed.pop("dtype")

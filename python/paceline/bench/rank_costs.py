@@ -25,18 +25,17 @@ class RankPart(BenchModel):
 
     Attributes:
         num_ranks: The number of ranks.
-        is_drafter: It is a drafter, which every rank has whole, except for an lm_head of the
-            target.
+        is_whole: It is a drafter that every rank has whole, except for an lm_head of the target.
     """
 
     num_ranks: int
-    is_drafter: bool
+    is_whole: bool
 
     @property
     def config(self) -> dict[str, Any]:
         """The canonical description, with the heads of the rank."""
         config = self.loaded.config
-        if self.is_drafter:
+        if self.is_whole:
             return config
         layers = [
             {**layer, "attention": _rank_attention(layer["attention"], self.num_ranks)}
@@ -62,7 +61,7 @@ class RankPart(BenchModel):
         """The part of a matrix that the rank has."""
         if not matrix.is_shared:
             return 1.0
-        if self.is_drafter:
+        if self.is_whole:
             return 1 / self.num_ranks if self._borrows(matrix) else 1.0
         if not matrix.name.endswith(".attn.qkv"):
             return 1 / self.num_ranks
@@ -81,20 +80,22 @@ class RankPart(BenchModel):
     @property
     def num_exchanges(self) -> int:
         """The exchanges of a pass that needs logits: the inputs of a layer's two last products and
-        their outputs, and the logits.
+        their outputs, the logits, and what a draft head makes of the target's hidden states.
         """
-        if self.is_drafter:
-            return sum(map(self._borrows, BenchModel(self.name, self.loaded).costs.matrices))
+        matrices = BenchModel(self.name, self.loaded).costs.matrices
+        if self.is_whole:
+            return sum(map(self._borrows, matrices))
         # Where a dense MLP lies beside a mixture, both have such products.
         layers = self.loaded.config["layers"]
-        return 1 + sum(6 if "mixture" in layer["mlp"] else 4 for layer in layers)
+        outer = sum(m.is_shared and not m.name.startswith("layers.") for m in matrices)
+        return outer + sum(6 if "mixture" in layer["mlp"] else 4 for layer in layers)
 
 
-def rank_part(model: BenchModel, num_ranks: int, *, is_drafter: bool) -> BenchModel:
+def rank_part(model: BenchModel, num_ranks: int, *, is_whole: bool) -> BenchModel:
     """The part of a model that one of several ranks has; with one rank the model itself."""
     if num_ranks == 1:
         return model
-    return RankPart(model.name, model.loaded, num_ranks, is_drafter)
+    return RankPart(model.name, model.loaded, num_ranks, is_whole)
 
 
 def exchange_seconds(model: BenchModel) -> float:

@@ -236,6 +236,7 @@ def load_weights(
     device: str = "cpu",
     gpus: Sequence[int] = (),
     is_drafter: bool = False,
+    draft_tensor_parallel_size: int | None = None,
     progress: bool = True,
 ) -> _core.Model:
     """Fills a model with its tensors, each copied and converted once.
@@ -245,6 +246,7 @@ def load_weights(
         device: The device of the weights: "cpu" or "cuda".
         gpus: As for `new_builder`.
         is_drafter: As for `new_builder`.
+        draft_tensor_parallel_size: As for `new_builder`.
         progress: Show a progress bar where standard error is a terminal.
 
     Raises:
@@ -252,7 +254,12 @@ def load_weights(
         Exception: As for `new_builder`.
     """
     builder = new_builder(
-        opened.config, opened.weight_dtype, device=device, gpus=gpus, is_drafter=is_drafter
+        opened.config,
+        opened.weight_dtype,
+        device=device,
+        gpus=gpus,
+        is_drafter=is_drafter,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
     )
     what = f"Loading {model_name(opened.path)}"
     with progress_bar(opened.nbytes, what, "B", is_shown=progress, is_scaled=True) as bar:

@@ -68,6 +68,7 @@ def dummy_model(
     dtype: str = "auto",
     device: str = "cpu",
     gpus: Sequence[int] = (),
+    draft_tensor_parallel_size: int | None = None,
     is_drafter: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
@@ -79,6 +80,7 @@ def dummy_model(
         dtype: As for `load_dummy`.
         device: As for `load_dummy`.
         gpus: As for `load_dummy`.
+        draft_tensor_parallel_size: As for `load_drafter`.
         is_drafter: It is a draft model.
         seed: As for `load_dummy`.
 
@@ -93,7 +95,15 @@ def dummy_model(
     """
     hf = parse_target_config(Section(hf_config, name))
     opened = _described(hf, Path(name), dtype, is_drafter=is_drafter)
-    return _make_up(opened, None, device, gpus, seed, is_drafter=is_drafter)
+    return _make_up(
+        opened,
+        None,
+        device,
+        gpus,
+        seed,
+        is_drafter=is_drafter,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+    )
 
 
 def dummy_drafter(
@@ -105,6 +115,7 @@ def dummy_drafter(
     draft_feedback: str | None = None,
     device: str = "cpu",
     gpus: Sequence[int] = (),
+    draft_tensor_parallel_size: int | None = None,
     seed: int = 0,
 ) -> LoadedModel | None:
     """Makes a draft head with dummy weights.
@@ -118,6 +129,7 @@ def dummy_drafter(
         draft_feedback: As for `load_pair`.
         device: As for `load_dummy`.
         gpus: As for `load_dummy`.
+        draft_tensor_parallel_size: As for `load_drafter`.
         seed: As for `load_dummy`.
 
     Returns:
@@ -134,7 +146,15 @@ def dummy_drafter(
     if kind is None or kind == DRAFT_MODEL:
         return None
     opened = dummy_head(top, target.as_target(), method).with_feedback(draft_feedback)
-    return _make_up(opened, None, device, gpus, seed, is_drafter=True)
+    return _make_up(
+        opened,
+        None,
+        device,
+        gpus,
+        seed,
+        is_drafter=True,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+    )
 
 
 def load_dummy_drafter(
@@ -146,6 +166,7 @@ def load_dummy_drafter(
     dtype: str = "auto",
     device: str = "cpu",
     gpus: Sequence[int] = (),
+    draft_tensor_parallel_size: int | None = None,
     seed: int = 0,
 ) -> LoadedModel:
     """Makes a drafter of any kind with dummy weights; see `load_dummy`.
@@ -159,6 +180,7 @@ def load_dummy_drafter(
         dtype: For a draft model, as for `load_dummy`; a draft head takes the target's.
         device: As for `load_dummy`.
         gpus: As for `load_dummy`.
+        draft_tensor_parallel_size: As for `load_drafter`.
         seed: As for `load_dummy`.
 
     Returns:
@@ -175,7 +197,15 @@ def load_dummy_drafter(
     if isinstance(folder, CheckpointFolder) and folder.is_converted:
         part = describe_converted(folder, dtype, is_drafter=True, method=method)
         part = part.with_feedback(draft_feedback)
-        return _make_up(part, folder.tokenizer, device, gpus, seed, is_drafter=True)
+        return _make_up(
+            part,
+            folder.tokenizer,
+            device,
+            gpus,
+            seed,
+            is_drafter=True,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
+        )
     drafter = dummy_drafter(
         folder.config.values,
         target,
@@ -184,12 +214,21 @@ def load_dummy_drafter(
         draft_feedback=draft_feedback,
         device=device,
         gpus=gpus,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
         seed=seed,
     )
     if drafter is not None:
         return drafter
     opened = _described(read_hf_config(folder), folder.path, dtype, is_drafter=True)
-    return _make_up(opened, folder.tokenizer, device, gpus, seed, is_drafter=True)
+    return _make_up(
+        opened,
+        folder.tokenizer,
+        device,
+        gpus,
+        seed,
+        is_drafter=True,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+    )
 
 
 def _described(hf: HfConfig, path: Path, dtype: str, *, is_drafter: bool = False) -> OpenedModel:
@@ -207,10 +246,16 @@ def _make_up(
     seed: int,
     *,
     is_drafter: bool,
+    draft_tensor_parallel_size: int | None = None,
 ) -> LoadedModel:
     """Gives a model dummy weights."""
     builder = new_builder(
-        opened.config, opened.weight_dtype, device=device, gpus=gpus, is_drafter=is_drafter
+        opened.config,
+        opened.weight_dtype,
+        device=device,
+        gpus=gpus,
+        is_drafter=is_drafter,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
     )
     builder.fill_dummy(seed)
     note = "the weights are made up (load_format 'dummy'): the output is meaningless"

@@ -65,6 +65,7 @@ def load_drafter(
     dtype: str = "auto",
     device: str = "cpu",
     gpus: Sequence[int] = (),
+    draft_tensor_parallel_size: int | None = None,
     progress: bool = True,
 ) -> LoadedModel:
     """Loads a drafter of any kind for a target.
@@ -78,6 +79,8 @@ def load_drafter(
         dtype: For a draft model, as for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda"; the target's.
         gpus: As for `load_checkpoint`; the target's.
+        draft_tensor_parallel_size: `SpeculativeConfig.draft_tensor_parallel_size`: with 1 each GPU
+            gets the whole drafter; None: bytes decide.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -94,7 +97,13 @@ def load_drafter(
     folder = as_folder(source)
     opened = _open_drafter(folder, target.as_target(), method, draft_feedback, dtype)
     return _load(
-        opened, folder.tokenizer, device=device, gpus=gpus, is_drafter=True, progress=progress
+        opened,
+        folder.tokenizer,
+        device=device,
+        gpus=gpus,
+        is_drafter=True,
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+        progress=progress,
     )
 
 
@@ -107,6 +116,7 @@ def load_pair(
     dtype: str = "auto",
     device: str = "cpu",
     gpus: Sequence[int] = (),
+    draft_tensor_parallel_size: int | None = None,
     load_format: str = "auto",
     progress: bool = True,
 ) -> tuple[LoadedModel, LoadedModel | None]:
@@ -123,6 +133,7 @@ def load_pair(
         dtype: As for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda".
         gpus: As for `load_checkpoint`.
+        draft_tensor_parallel_size: As for `load_drafter`.
         load_format: "auto", or "dummy" for dummy weights, as `load_dummy` makes them.
         progress: As for `load_checkpoint`.
 
@@ -152,6 +163,7 @@ def load_pair(
             dtype=dtype,
             device=device,
             gpus=gpus,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
         )
     opened = _open_target(folder, dtype)
     tokenizer = folder.tokenizer
@@ -171,7 +183,13 @@ def load_pair(
         )
     return (
         _load(opened, tokenizer, **placed),
-        _load(draft, draft_tokenizer, is_drafter=True, **placed),
+        _load(
+            draft,
+            draft_tokenizer,
+            is_drafter=True,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
+            **placed,
+        ),
     )
 
 
@@ -199,12 +217,10 @@ def _open_drafter(
 def _load(
     opened: OpenedModel,
     tokenizer: TokenizerInfo | None,
-    *,
-    is_drafter: bool = False,
-    **placed: Any,
+    **how: Any,
 ) -> LoadedModel:
     try:
-        model = load_weights(opened, is_drafter=is_drafter, **placed)
+        model = load_weights(opened, **how)
     except ModelFileError:
         raise
     except ValueError as error:

@@ -14,6 +14,8 @@ set(emulated_kernels
   elementwise/elementwise.cu
   elementwise/markov.cu
   fork/fork.cu
+  gather/gather.cu
+  gather/gathered_norm.cu
   gemm/expert_gemm.cu
   gemm/float_gemm.cu
   gemm/gemm.cu
@@ -87,6 +89,12 @@ target_include_directories(op_emulation_test PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
 target_link_libraries(op_emulation_test PRIVATE emulator op_cases)
 target_link_options(op_emulation_test PRIVATE -fsanitize=bounds,alignment)
 set_tests_properties(op_emulation_test PROPERTIES COST 100)  # the longest test starts first
+
+paceline_test(NAME gather_emulation_test SOURCES cuda/gather_emulation_test.cc
+  cuda/emulator/not_emulated.cc $<TARGET_OBJECTS:emulated_kernels>)
+target_include_directories(gather_emulation_test PRIVATE ${PROJECT_SOURCE_DIR}/cuda)
+target_link_libraries(gather_emulation_test PRIVATE emulator op_cases)
+target_link_options(gather_emulation_test PRIVATE -fsanitize=bounds,alignment)
 
 paceline_test(NAME emulator_test SOURCES cuda/emulator/first_shared.cc cuda/emulator_test.cc
   cuda/emulator/last_shared.cc OWN_FLAGS)

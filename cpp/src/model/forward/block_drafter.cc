@@ -27,11 +27,12 @@ void BlockDrafter::write_context(Ctx& ctx, const PassRows& rows,
                                  const Activations& activations, const void* target_hidden) const {
   const DecoderConfig& c = config();
   const DraftHeadWeights& w = decoder_.weights().head;
-  project(ctx, row_count(rows), w.fc,
-          {.x = target_hidden,
-           .y = activations.residual,
-           .x_dtype = activations.dtype,
-           .y_dtype = DType::kFloat32});
+  project_all(ctx, row_count(rows), w.fc,
+              {.x = target_hidden,
+               .y = activations.residual,
+               .x_dtype = activations.dtype,
+               .y_dtype = DType::kFloat32},
+              activations);
   normalise(ctx, row_count(rows), c,
             {.x = activations.residual,
              .x_stride = c.hidden,

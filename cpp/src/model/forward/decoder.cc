@@ -395,7 +395,9 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     capture_layer(ctx, taps.captures, layer, activations.residual, c.hidden);
     convolve_input(ctx, lw.attn_conv, rows, activations);
     const void* const input = has_input ? first_input : activations.normed;
-    const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
+    Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
+    // A convolution reads the output of a branch before it joins.
+    if (lw.attn_conv.base == nullptr) ends.exchange = &attended.exchange;
     AttentionPass pass = attention_pass(layer, input, rows, groups, activations,
                                         layer == num_whole ? output : nullptr);
     if (layer == num_whole) {
@@ -415,6 +417,7 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
                                mlp_traits.takes_norm && lw.mlp_conv.base == nullptr);
     convolve_input(ctx, lw.mlp_conv, rows, activations);
     last = {.norm = lw.mlp_post_norm, .scale = has_per_layer ? nullptr : lw.scale};
+    if (lw.mlp_conv.base == nullptr) mlp_ends.exchange = &last.exchange;
     mlp_ends.residual =
         has_per_layer ? nullptr
                       : residual_of(ctx, mlp_traits.last, last, lw.mlp_conv, rows, activations);
@@ -452,9 +455,8 @@ void Decoder::finish_rows(Ctx& ctx, int32_t layer, const Branch& attended, const
   picked.residual = output.residual;
   const Residual<Ctx> residual(ctx, row_count(output.rows), c, picked);
   residual.join(&attended, {.norm = lw.mlp_norm, .y = picked.normed, .mix = {}});
-  const Branch last = {.norm = lw.mlp_post_norm,
-                       .scale = lw.scale,
-                       .places = mlp(ctx, layer, output.rows, picked, /*ends=*/{})};
+  Branch last = {.norm = lw.mlp_post_norm, .scale = lw.scale};
+  last.places = mlp(ctx, layer, output.rows, picked, {.exchange = &last.exchange});
   residual.join(&last, {});
 }
 

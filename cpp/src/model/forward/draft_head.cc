@@ -25,8 +25,9 @@ DraftHead::DraftHead(std::shared_ptr<const Model> model, const Decoder& target,
 template <class Ctx>
 void DraftHead::run_fc(Ctx& ctx, const PassRows& rows, const void* x, float* y,
                        const Activations& activations) const {
-  project(ctx, row_count(rows), decoder_.weights().head.fc,
-          {.x = x, .y = y, .x_dtype = activations.dtype, .y_dtype = DType::kFloat32});
+  project_all(ctx, row_count(rows), decoder_.weights().head.fc,
+              {.x = x, .y = y, .x_dtype = activations.dtype, .y_dtype = DType::kFloat32},
+              activations);
 }
 
 // [embedding ; hidden] -> fc -> the residual stream, and activations.normed as input of the
@@ -114,13 +115,14 @@ void DraftHead::join_streams(Ctx& ctx, const PassRows& rows, const Activations& 
                                           .num_stream_rows = activations.num_stream_rows,
                                           .x_dtype = has_feedback ? DType::kFloat32 : dtype,
                                           .y_dtype = dtype});
-  project(ctx,
-          {.num_rows = activations.num_stream_rows, .max_rows = rows.capacity * c.streams.count},
-          w.fc_hidden,
-          {.x = activations.normed,
-           .y = activations.residual,
-           .x_dtype = dtype,
-           .y_dtype = DType::kFloat32});
+  project_all(
+      ctx, {.num_rows = activations.num_stream_rows, .max_rows = rows.capacity * c.streams.count},
+      w.fc_hidden,
+      {.x = activations.normed,
+       .y = activations.residual,
+       .x_dtype = dtype,
+       .y_dtype = DType::kFloat32},
+      activations);
   decoder_.spread_embeddings(ctx, rows, activations, /*adds=*/true);
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "base/check.h"
 #include "metadata/pass_rows.h"
@@ -73,22 +74,34 @@ void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Project
   }
 }
 
-// Gathers the columns of all ranks; `ranks` and the number of rows come from here.
-template <class Ctx>
-void gather_ranks(Ctx& ctx, const RowCount& rows, const Activations& activations,
-                  GatherColumnsParams p) {
+// The exchange of the columns of all ranks; `ranks` and the number of rows come from here.
+[[nodiscard]] inline GatherColumnsParams gather_params(const RowCount& rows,
+                                                       const Activations& activations,
+                                                       GatherColumnsParams p) {
   p.num_rows = rows.num_rows;
   p.max_rows = rows.max_rows;
   p.ranks = activations.ranks;
-  ctx.run(gather_columns, p);
+  return p;
+}
+template <class Ctx>
+void gather_ranks(Ctx& ctx, const RowCount& rows, const Activations& activations,
+                  const GatherColumnsParams& p) {
+  ctx.run(gather_columns, gather_params(rows, activations, p));
 }
 
-// y [max_rows, all outputs] = the product of all ranks, where the matrix is a rank's part of one
-// whose outputs are gathered: x are then the inputs that this rank has computed itself.
+// The rank's part of a product, to its place in y [max_rows, all outputs], where the matrix is a
+// rank's part of one whose outputs are gathered: x are then the inputs that this rank has computed
+// itself. Returns the exchange of the outputs, which remains to be made. Of a whole matrix: the
+// product, and nothing remains.
 template <class Ctx>
-void project_all(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
-                 const Activations& activations) {
-  if (!linear.is_gathered()) return project(ctx, rows, linear, p);
+[[nodiscard]] std::optional<GatherColumnsParams> project_own(Ctx& ctx, const RowCount& rows,
+                                                             const Linear& linear,
+                                                             const Projection& p,
+                                                             const Activations& activations) {
+  if (!linear.is_gathered()) {
+    project(ctx, rows, linear, p);
+    return std::nullopt;
+  }
   const int32_t rank = activations.ranks.rank;
   Projection own = p;
   if (const RankColumns& inputs = linear.inputs; inputs.is_shared()) {
@@ -104,12 +117,20 @@ void project_all(Ctx& ctx, const RowCount& rows, const Linear& linear, const Pro
   own.y = element(p.y, linear.outputs.of(rank).first, p.y_dtype);
   own.y_stride = linear.outputs.total();
   project(ctx, rows, linear, own);
-  gather_ranks(ctx, rows, activations,
-               {.x = own.y,
-                .x_stride = own.y_stride,
-                .columns = linear.outputs,
-                .y = p.y,
-                .dtype = p.y_dtype});
+  return gather_params(rows, activations,
+                       {.x = own.y,
+                        .x_stride = own.y_stride,
+                        .columns = linear.outputs,
+                        .y = p.y,
+                        .dtype = p.y_dtype});
+}
+
+// y [max_rows, all outputs] = the product of all ranks.
+template <class Ctx>
+void project_all(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
+                 const Activations& activations) {
+  const auto exchange = project_own(ctx, rows, linear, p, activations);
+  if (exchange) ctx.run(gather_columns, *exchange);
 }
 
 // The first product of a branch, and the op that makes its input, if that is left to it.
@@ -125,9 +146,17 @@ void project_input(Ctx& ctx, const RowCount& rows, const Linear& linear, const P
 template <class Ctx>
 void project_branch(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p,
                     const Activations& activations, const BranchEnds& ends) {
-  if (ends.residual == nullptr) return project_all(ctx, rows, linear, p, activations);
-  ctx.run(added_gemm,
-          AddedGemmParams{.product = gemm_params(rows, linear, p), .residual = ends.residual});
+  if (ends.residual != nullptr) {
+    ctx.run(added_gemm,
+            AddedGemmParams{.product = gemm_params(rows, linear, p), .residual = ends.residual});
+    return;
+  }
+  const auto exchange = project_own(ctx, rows, linear, p, activations);
+  if (ends.exchange != nullptr) {
+    *ends.exchange = exchange;
+  } else if (exchange) {
+    ctx.run(gather_columns, *exchange);
+  }
 }
 
 // The last layer's queries of the rows whose output is read -> output.qkv, `width` wide.

@@ -15,6 +15,7 @@
 #include "metadata/pass_rows.h"
 #include "model/description/decoder_config.h"
 #include "model/weights/linear.h"
+#include "ops/gather.h"
 #include "ops/latent.h"
 #include "ops/ops.h"
 
@@ -46,6 +47,10 @@ struct BranchEnds {
   // [rows, hidden]: the branch adds its output to it, and activations.branch stays as it is; null:
   // the output is activations.branch. Only for kinds with a last_product().
   float* residual = nullptr;
+  // Where ranks share the last product, its exchange may be left to the caller, who joins it with
+  // what follows: it is here then, and activations.branch has the outputs of this rank. Null: the
+  // branch makes the exchange.
+  std::optional<GatherColumnsParams>* exchange = nullptr;
 };
 
 // Whether the first product of a kind's branch is the only reader of its input.

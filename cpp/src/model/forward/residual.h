@@ -14,6 +14,7 @@
 #include "model/forward/activations.h"
 #include "model/forward/layer_ops.h"
 #include "model/weights/weights.h"
+#include "ops/gather.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
 #include "ops/streams.h"
@@ -25,6 +26,9 @@ struct Branch {
   const float* norm;   // norm after the branch, or null
   const float* scale;  // scale of the residual after the branch is added, or null
   std::optional<CombineExpertsParams> places = std::nullopt;  // what remains to be summed to it
+  // The exchange that then remains to be made of it (BranchEnds::exchange). The sum of places is
+  // that of this rank's columns.
+  std::optional<GatherColumnsParams> exchange = std::nullopt;
 };
 
 // What is made of the residual once a branch has joined.
@@ -47,14 +51,18 @@ class Residual {
   void join(const Branch* branch, const BranchInput& next) const {
     if (config_.streams.count > 1) return join_several(branch, next);
     const RmsNormParams norm = join_params(branch, next);
-    if (branch != nullptr && branch->places.has_value()) {
+    if (branch != nullptr && branch->exchange.has_value()) {
+      ctx_.run(
+          gathered_norm,
+          GatheredNormParams{.gather = *branch->exchange, .norm = norm, .places = branch->places});
+    } else if (branch != nullptr && branch->places.has_value()) {
       ctx_.run(combine_and_norm, CombineAndNormParams{.combine = *branch->places, .norm = norm});
     } else {
       ctx_.run(rms_norm, norm);
     }
   }
 
-  // The op of `join` with one stream, without the places of experts.
+  // The op of `join` with one stream, without the places of experts and without an exchange.
   [[nodiscard]] RmsNormParams join_params(const Branch* branch, const BranchInput& next) const {
     const bool has_branch = branch != nullptr;
     return {.num_rows = rows_.num_rows,
@@ -138,6 +146,7 @@ class Residual {
     std::optional<WriteStreamsParams> write;
     if (branch != nullptr) {
       if (branch->places.has_value()) ctx_.run(combine_experts, *branch->places);
+      if (branch->exchange.has_value()) ctx_.run(gather_columns, *branch->exchange);
       write = {.num_rows = rows_.num_rows,
                .max_rows = rows_.max_rows,
                .x = activations_.branch,

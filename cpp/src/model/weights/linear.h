@@ -3,6 +3,7 @@
 
 // A matrix of a model together with its bias: y = x W^T + bias.
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -68,6 +69,22 @@ struct Linear {
   part.rows.clear();
   part.weight = rows_of(linear.weight, range);
   if (part.bias != nullptr) part.bias += range.first;
+  return part;
+}
+
+// The product without its first outputs.
+[[nodiscard]] inline Linear rows_from(const Linear& linear, int32_t first) {
+  const int32_t count = linear.weight.n - first;
+  if (linear.rows.empty()) return rows_of(linear, {.first = first, .count = count});
+  Linear part = linear;
+  part.rows.clear();
+  part.weight.n = count;
+  for (const LinearRange& range : linear.rows) {
+    const int32_t skipped = std::min(first, range.count);
+    first -= skipped;
+    if (skipped == range.count) continue;
+    part.rows.push_back({.first = range.first + skipped, .count = range.count - skipped});
+  }
   return part;
 }
 

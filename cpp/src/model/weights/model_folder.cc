@@ -193,13 +193,17 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
   return load_folder(directory, make, make);
 }
 
-ModelFolder load_model_folder(const std::string& directory, std::span<const int32_t> gpus) {
-  const auto make_with = [&](GpuShare share) {
-    return [gpus, share](std::string_view config_json, DType dtype) {
-      return ModelBuilder(config_json, dtype, gpus, share);
-    };
+ModelFolder load_model_folder(const std::string& directory, std::span<const int32_t> gpus,
+                              int32_t draft_tensor_parallel_size) {
+  const auto make_target = [&](std::string_view config_json, DType dtype) {
+    return ModelBuilder(config_json, dtype, gpus, GpuShare::kPart);
   };
-  return load_folder(directory, make_with(GpuShare::kPart), make_with(GpuShare::kCopy));
+  const auto make_draft = [&](std::string_view config_json, DType dtype) {
+    const auto num_ranks = static_cast<int32_t>(gpus.size());
+    return ModelBuilder(config_json, dtype, gpus,
+                        drafter_share(config_json, dtype, num_ranks, draft_tensor_parallel_size));
+  };
+  return load_folder(directory, make_target, make_draft);
 }
 
 }  // namespace paceline

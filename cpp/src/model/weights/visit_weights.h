@@ -103,12 +103,14 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
   visit.linear(weights.fc, {.name = "fc",
                             .parts = fc,
                             .cols = fc_width,
+                            .shard = ShardAxis::kRows,
                             .has_float_output = true,
                             .format = drafter.fc});
   if (has_fc_hidden) {
     visit.linear(weights.fc_hidden, {.name = "fc_hidden",
                                      .parts = {{"fc_hidden", config.hidden}},
                                      .cols = config.hidden,
+                                     .shard = ShardAxis::kRows,
                                      .rows = LinearRows::kStreams,
                                      .has_float_output = true,
                                      .format = drafter.fc});

@@ -135,6 +135,9 @@ template <class T>
 T atomicAdd(T* to, T value) {
   return std::exchange(*to, *to + value);
 }
+inline uint32_t atomicInc(uint32_t* to, uint32_t most) {
+  return std::exchange(*to, *to >= most ? 0 : *to + 1);
+}
 template <class T>
 T atomicOr(T* to, T value) {
   return std::exchange(*to, *to | value);

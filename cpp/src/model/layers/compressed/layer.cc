@@ -278,9 +278,9 @@ void run_attention(Ctx& ctx, const CompressedAttention& a, const CompressedAtten
          /*is_inverse=*/true);
   project(ctx, row_count(rows), w.o_a,
           {.x = activations.attention, .y = own.groups, .x_dtype = dtype, .y_dtype = dtype});
-  project_all(ctx, row_count(rows), w.o_b,
-              {.x = own.groups, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype},
-              activations);
+  project_branch(ctx, row_count(rows), w.o_b,
+                 {.x = own.groups, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype},
+                 activations, pass.ends);
 }
 
 template void run_attention<CpuContext>(CpuContext&, const CompressedAttention&,

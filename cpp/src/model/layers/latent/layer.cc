@@ -89,10 +89,10 @@ void attend_latents(Ctx& ctx, const LatentAttention& a, const LatentAttentionWei
                                               .heads = heads,
                                               .y = activations.attention,
                                               .dtype = dtype});
-  project_all(
+  project_branch(
       ctx, row_count(rows), w.o,
       {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype},
-      activations);
+      activations, pass.ends);
 }
 
 }  // namespace

@@ -91,8 +91,8 @@ void route_rows(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const MlpPass
 }
 
 template <class Ctx>
-CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w,
-                                 const MlpPass& pass, const MoeScratch& a) {
+ExpertsOutput run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const MlpPass& pass,
+                          const MoeScratch& a) {
   const PassRows& rows = pass.rows;
   const Activations& activations = pass.activations;
   const DType dtype = activations.dtype;
@@ -144,45 +144,55 @@ CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights&
     }
     ctx.run(gated_activation, activation);
   }
+  CombineExpertsParams places = {
+      .num_rows = rows.num_rows,
+      .max_rows = rows.capacity,
+      .top_k = m.top_k,
+      .x = a.output,
+      .expert_row = a.expert_row,
+      .weights = a.weights,
+      .y = activations.branch,
+      .hidden = pass.config.hidden,
+      .dtype = dtype,
+      .base = m.shared && !has_joined ? activations.branch : nullptr,
+      .has_shared = has_joined,
+      .base_gate = m.has_shared_gate ? a.logits + m.num_experts : nullptr,
+      .base_gate_stride = w.router.weight.n};
   if (!w.down.is_gathered()) {
     ExpertGemmParams down =
         product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
     down.follows_product = w.gate_up.weight.first.format != WeightFormat::kFp8;
     ctx.run(expert_gemm, down);
-  } else {
-    const RowCount expert_rows = {.num_rows = a.expert_begin + num_experts,
-                                  .max_rows = max_expert_rows};
-    const int32_t rank = activations.ranks.rank;
-    const int32_t all_outputs = w.down.outputs.total();
-    gather_ranks(ctx, expert_rows, activations,
-                 {.x = activations.activated,
-                  .x_stride = w.down.inputs.of(rank).count,
-                  .columns = w.down.inputs,
-                  .y = activations.gathered,
-                  .dtype = dtype});
-    void* const own_output = element(a.output, w.down.outputs.of(rank).first, dtype);
-    ctx.run(expert_gemm, product(w.down, activations.gathered, /*x_rows=*/nullptr, max_expert_rows,
-                                 own_output, all_outputs));
-    gather_ranks(ctx, expert_rows, activations,
-                 {.x = own_output,
-                  .x_stride = all_outputs,
-                  .columns = w.down.outputs,
-                  .y = a.output,
-                  .dtype = dtype});
+    return {.places = places, .exchange = std::nullopt};
   }
-  return CombineExpertsParams{.num_rows = rows.num_rows,
-                              .max_rows = rows.capacity,
-                              .top_k = m.top_k,
-                              .x = a.output,
-                              .expert_row = a.expert_row,
-                              .weights = a.weights,
-                              .y = activations.branch,
-                              .hidden = pass.config.hidden,
-                              .dtype = dtype,
-                              .base = m.shared && !has_joined ? activations.branch : nullptr,
-                              .has_shared = has_joined,
-                              .base_gate = m.has_shared_gate ? a.logits + m.num_experts : nullptr,
-                              .base_gate_stride = w.router.weight.n};
+  const RowCount expert_rows = {.num_rows = a.expert_begin + num_experts,
+                                .max_rows = max_expert_rows};
+  const int32_t rank = activations.ranks.rank;
+  const LinearRange own = w.down.outputs.of(rank);
+  const int32_t all_outputs = w.down.outputs.total();
+  gather_ranks(ctx, expert_rows, activations,
+               {.x = activations.activated,
+                .x_stride = w.down.inputs.of(rank).count,
+                .columns = w.down.inputs,
+                .y = activations.gathered,
+                .dtype = dtype});
+  void* const own_output = element(a.output, own.first, dtype);
+  ctx.run(expert_gemm, product(w.down, activations.gathered, /*x_rows=*/nullptr, max_expert_rows,
+                               own_output, all_outputs));
+  // A sum needs the rank's columns only, and is exchanged in fewer bytes than its places.
+  places.x = own_output;
+  places.y = element(activations.branch, own.first, dtype);
+  if (places.base != nullptr) places.base = places.y;
+  places.hidden = own.count;
+  places.stride = all_outputs;
+  return {
+      .places = places,
+      .exchange = gather_params({.num_rows = rows.num_rows, .max_rows = rows.capacity}, activations,
+                                {.x = places.y,
+                                 .x_stride = all_outputs,
+                                 .columns = w.down.outputs,
+                                 .y = activations.branch,
+                                 .dtype = dtype})};
 }
 
 template <class Ctx>
@@ -191,18 +201,31 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& m, const Moe
   const auto& scratch = pass.activations.of<MoeScratch>();
   // First, because it uses the buffers of the experts.
   if (m.shared && !is_joined(m, pass.rows)) {
-    static_cast<void>(run_mlp(ctx, *m.shared, w.shared, pass));
+    // The sum reads this rank's columns of the output, so that is not exchanged if the experts'
+    // columns are the same.
+    std::optional<GatherColumnsParams> unneeded;
+    MlpPass shared = pass;
+    shared.ends = {};
+    if (w.shared.down.outputs.first == w.down.outputs.first) shared.ends.exchange = &unneeded;
+    static_cast<void>(run_mlp(ctx, *m.shared, w.shared, shared));
   }
   route_rows(ctx, m, w, pass, scratch);
-  return run_experts(ctx, m, w, pass, scratch);
+  const ExpertsOutput output = run_experts(ctx, m, w, pass, scratch);
+  if (!output.exchange || pass.ends.exchange != nullptr) {
+    if (output.exchange) *pass.ends.exchange = output.exchange;
+    return output.places;
+  }
+  ctx.run(combine_experts, output.places);
+  ctx.run(gather_columns, *output.exchange);
+  return std::nullopt;
 }
 
-#define PACELINE_INSTANTIATE_MIXTURE(Ctx)                                                   \
-  template void route_rows<Ctx>(Ctx&, const MoeMlp&, const MoeMlpWeights&, const MlpPass&,  \
-                                const MoeScratch&);                                         \
-  template CombineExpertsParams run_experts<Ctx>(Ctx&, const MoeMlp&, const MoeMlpWeights&, \
-                                                 const MlpPass&, const MoeScratch&);        \
-  template std::optional<CombineExpertsParams> run_mlp<Ctx>(                                \
+#define PACELINE_INSTANTIATE_MIXTURE(Ctx)                                                  \
+  template void route_rows<Ctx>(Ctx&, const MoeMlp&, const MoeMlpWeights&, const MlpPass&, \
+                                const MoeScratch&);                                        \
+  template ExpertsOutput run_experts<Ctx>(Ctx&, const MoeMlp&, const MoeMlpWeights&,       \
+                                          const MlpPass&, const MoeScratch&);              \
+  template std::optional<CombineExpertsParams> run_mlp<Ctx>(                               \
       Ctx&, const MoeMlp&, const WeightsOf<MoeMlp>&, const MlpPass&)
 PACELINE_INSTANTIATE_MIXTURE(CpuContext);
 #ifdef PACELINE_CUDA

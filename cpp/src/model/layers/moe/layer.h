@@ -41,17 +41,24 @@ struct KindWidths<MoeMlp> {
   using Type = MoeWidths;
 };
 
+// What remains to be done of a mixture: the sum of the places and, where ranks share the experts,
+// the exchange of this sum, of which each rank makes its columns.
+struct ExpertsOutput {
+  CombineExpertsParams places;
+  std::optional<GatherColumnsParams> exchange;
+};
+
 // The two halves of a mixture without a shared expert that has buffers of its own. The router and
 // the experts read activations.normed, which may change between them.
 template <class Ctx>
 void route_rows(Ctx& ctx, const MoeMlp& mlp, const MoeMlpWeights& weights, const MlpPass& pass,
                 const MoeScratch& scratch);
 template <class Ctx>
-[[nodiscard]] CombineExpertsParams run_experts(Ctx& ctx, const MoeMlp& mlp,
-                                               const MoeMlpWeights& weights, const MlpPass& pass,
-                                               const MoeScratch& scratch);
+[[nodiscard]] ExpertsOutput run_experts(Ctx& ctx, const MoeMlp& mlp, const MoeMlpWeights& weights,
+                                        const MlpPass& pass, const MoeScratch& scratch);
 
-// A mixture leaves its last op to the caller.
+// A mixture leaves its last op to the caller, and its exchange where the caller takes it
+// (BranchEnds::exchange).
 template <class Ctx>
 [[nodiscard]] std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const MoeMlp& mlp,
                                                           const WeightsOf<MoeMlp>& weights,

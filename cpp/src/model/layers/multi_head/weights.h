@@ -101,8 +101,7 @@ inline int64_t split_layer(MultiHeadAttention& attention, MultiHeadAttentionWeig
 // and values.
 [[nodiscard]] inline Linear context_rows(const MultiHeadAttention& attention,
                                          const MultiHeadAttentionWeights& weights) {
-  const int32_t q_rows = attention.num_qo_heads * attention.head_dim;
-  return rows_of(weights.qkv, {.first = q_rows, .count = weights.qkv.weight.n - q_rows});
+  return rows_from(weights.qkv, attention.num_qo_heads * attention.head_dim);
 }
 
 }  // namespace paceline

@@ -46,27 +46,34 @@ std::optional<CombineExpertsParams> run_mlp(Ctx& ctx, const ParallelMlp& m,
   const auto norm_of_residual = [&](const float* weight) {
     norm_of(activations.residual, DType::kFloat32, weight, activations.normed, activations.dtype);
   };
-  static_cast<void>(run_mlp(ctx, m.dense, w.dense, pass));
+  MlpPass dense = pass;
+  dense.ends = {};  // those of the whole MLP
+  static_cast<void>(run_mlp(ctx, m.dense, w.dense, dense));
   norm_of(activations.branch, activations.dtype, w.dense_norm, scratch.sum, DType::kFloat32);
   norm_of_residual(w.router_norm);
   route_rows(ctx, m.mixture, w.mixture, pass, scratch.mixture);
   norm_of_residual(w.expert_norm);
-  const CombineExpertsParams places = run_experts(ctx, m.mixture, w.mixture, pass, scratch.mixture);
-  ctx.run(combine_and_norm, CombineAndNormParams{.combine = places,
-                                                 .norm = {.num_rows = rows.num_rows,
-                                                          .max_rows = rows.capacity,
-                                                          .x = activations.branch,
-                                                          .x_stride = c.hidden,
-                                                          .residual = scratch.sum,
-                                                          .weight = nullptr,
-                                                          .weight_offset = c.norm_weight_offset,
-                                                          .eps = c.norm_eps,
-                                                          .y = activations.branch,
-                                                          .y_stride = c.hidden,
-                                                          .hidden = c.hidden,
-                                                          .x_weight = w.mixture_norm,
-                                                          .x_dtype = activations.dtype,
-                                                          .y_dtype = activations.dtype}});
+  const ExpertsOutput output = run_experts(ctx, m.mixture, w.mixture, pass, scratch.mixture);
+  const RmsNormParams norm = {.num_rows = rows.num_rows,
+                              .max_rows = rows.capacity,
+                              .x = activations.branch,
+                              .x_stride = c.hidden,
+                              .residual = scratch.sum,
+                              .weight = nullptr,
+                              .weight_offset = c.norm_weight_offset,
+                              .eps = c.norm_eps,
+                              .y = activations.branch,
+                              .y_stride = c.hidden,
+                              .hidden = c.hidden,
+                              .x_weight = w.mixture_norm,
+                              .x_dtype = activations.dtype,
+                              .y_dtype = activations.dtype};
+  if (output.exchange) {
+    ctx.run(gathered_norm,
+            GatheredNormParams{.gather = *output.exchange, .norm = norm, .places = output.places});
+  } else {
+    ctx.run(combine_and_norm, CombineAndNormParams{.combine = output.places, .norm = norm});
+  }
   return std::nullopt;
 }
 
