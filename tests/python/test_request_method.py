@@ -16,6 +16,7 @@ import pytest
 
 from errors import raises
 from paceline import LLM, RequestOutput, SamplingParams
+from paceline.replicas.replicated_llm import start_replicas
 from paceline.speculative_config import SpeculativeConfig
 from running_server import RunningServer
 
@@ -228,6 +229,25 @@ def test_requests_to_the_server_choose_a_method(pair_of: Pair) -> None:
         if (match := re.match(rf'{name}{{.*drafter="(\w+)".*}} (\S+)', line))
     }
     assert found == counted and set(found) == {"eagle3", "ngram"}
+
+
+def test_replicas_draft_by_the_chosen_method(pair_of: Pair) -> None:
+    target, drafter = pair_of("eagle3")
+    config = config_of(drafter)
+    prompts, params = random_requests("eagle3", 12)
+    arguments = {**ENGINE, "model": str(target), "speculative_config": config, "num_threads": 1}
+    with LLM(target, speculative_config=config, **ENGINE) as llm:
+        expected = llm.generate(prompts, params)
+    replicas = start_replicas(2, arguments, log_level="WARNING")
+    try:
+        found = replicas.generate(prompts, params)
+        with raises(ValueError, "allowed: 'eagle3', 'ngram', or None for all"):
+            replicas.generate(prompts[0], SamplingParams(speculative_method="mtp"))
+    finally:
+        replicas.close()
+    assert tokens(found) == tokens(expected)
+    for one, same in zip(found, expected, strict=True):
+        assert one.metrics.speculative_decoding == same.metrics.speculative_decoding
 
 
 def test_the_methods_of_a_configuration() -> None:
