@@ -291,6 +291,27 @@ TEST(Ranks, ADrafterIsSharedAsAskedOrRefused) {
   }
 }
 
+// Its ranks have the parts that they draft with.
+TEST(Ranks, ATargetThatIsSplitMayBeItsOwnDrafter) {
+  const auto target = tiny_model(TinyModel{.num_qo_heads = 4, .num_kv_heads = 4}, 1);
+  const std::vector<RankMemory> memories(2, {.memory = &host_memory()});
+  const auto split = split_over(*target, Device::kCpu, memories, GpuShare::kPart);
+  std::mt19937_64 random(3);
+  const std::vector<Job> jobs = random_jobs(random, 6, 64, 0.8);
+  Executor plain(target, nullptr, options_of(1, 0));
+  ExecutorOptions options = options_of(2, 3);
+  options.speculative.adaptive = false;
+  Executor self(split, split, options);
+  const std::vector<Outcome> outcomes = run(self, jobs);
+  expect_same(outcomes, run(plain, jobs));
+  int64_t num_drafts = 0;
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+    num_drafts += outcome.counters.num_draft_tokens;
+  }
+  EXPECT_GT(num_drafts, 20);
+}
+
 // A prediction by the bytes of published drafters, for two ranks and for four.
 TEST(Ranks, ADrafterIsSharedWhereItsWeightsTakeLongerThanExchanges) {
   const auto is_shared = [](const TinyModel& decoder, const TinyDraftHead* head) {

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the output of several GPUs with that of one, for models of real size.
 
-    check_ranks.py --config NAME [--drafter METHOD:NAME] [--ranks 1,2,4] [--requests N] [--tokens N]
+    check_ranks.py --config NAME [--drafter METHOD:NAME] [--drafter-ranks 1|all] [--ranks 1,2,4]
+                   [--requests N] [--tokens N]
 
 The models have dummy weights and are those of `paceline bench latency --config`. Half of the
 requests are greedy and half are drawn; one rank decodes plainly, and the others speculate. Prints
@@ -25,9 +26,15 @@ def outputs(args: argparse.Namespace, num_ranks: int) -> list[list[int]]:
     begin = time.monotonic()
     target, draft, speculative = load(args.config, dummy=True, **placed), None, None
     if args.drafter and num_ranks > 1:
+        size = {None: None, "1": 1, "all": num_ranks}[args.drafter_ranks]
         method, _, name = args.drafter.partition(":")
-        draft = load_draft(name, target, method=method, dummy=True, **placed)
-        speculative = {"method": method, "model": name, "num_speculative_tokens": 3}
+        draft = load_draft(
+            name, target, method=method, draft_tensor_parallel_size=size, dummy=True, **placed
+        )
+        speculative = {
+            "method": method, "model": name, "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": size,
+        }  # fmt: skip
     vocab = target.config["vocab_size"]
     llm = LLM.from_loaded(
         target.loaded, None if draft is None else draft.loaded, speculative_config=speculative,
@@ -56,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--drafter")
+    parser.add_argument("--drafter-ranks", choices=["1", "all"], help="default: bytes decide")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=400)

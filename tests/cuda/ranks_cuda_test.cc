@@ -514,6 +514,7 @@ TEST_F(CudaRanks, DraftersThatAreSharedDraftTheSameTokens) {
                              .max_position = 1024,
                              .windows = {8, 0, 20},
                              .is_gemma = which % 2 == 0};
+    heads[which].decoder.num_qo_heads = 4;  // which four ranks can share
     heads[which].decoder.num_kv_heads = which % 3 == 0 ? 1 : 4;
     const testing::RawModel raw =
         testing::random_raw_model(testing::tiny_config_json(shape), which);
@@ -680,6 +681,8 @@ TEST_F(CudaRanks, WhatDoesNotFitTogetherIsRefused) {
   const auto split = on_gpus(on_cpu, 2, GpuShare::kPart);
   ExecutorOptions whole = options_of(2, 2);
   whole.speculative.draft_tensor_parallel_size = 1;
+  Executor self(split, split, options_of(2, 2));
+  EXPECT_EQ(self.check_integrity(), "");
   EXPECT_THAT(refusal([&] { Executor(split, split, whole); }),
               AllOf(HasSubstr("draft_tensor_parallel_size is 1"), HasSubstr("has a part")));
   EXPECT_THAT(refusal([&] { Executor(split, on_gpu, options_of(2, 2)); }),
