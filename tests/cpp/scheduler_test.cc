@@ -246,6 +246,20 @@ int32_t num_followed(const IterationPlan& plan) {
       std::ranges::count_if(plan.sequences, [](const auto& rows) { return rows.is_followed; }));
 }
 
+TEST(Scheduler, ADraftHeadFollowsAllPromptsOfOneSequenceAtATime) {
+  Host host(1024, head_options());
+  host.max_drafts = 0;
+  host.plan.skips_prompts = true;
+  for (int32_t i = 0; i < 5; ++i) {
+    Sequence& sequence = host.add(4, 100);
+    sequence.max_drafts = 3;
+    ASSERT_TRUE(host.plan_next());
+    EXPECT_EQ(num_followed(host.plan), 1);
+    host.read();
+    host.scheduler.finish(sequence);
+  }
+}
+
 TEST(Scheduler, ADraftHeadFollowsOnePromptInSixteenWhileNoDraftsPay) {
   Host host(8192, head_options());
   for (int32_t i = 0; i < 40; ++i) host.add(4, 100);
@@ -253,16 +267,17 @@ TEST(Scheduler, ADraftHeadFollowsOnePromptInSixteenWhileNoDraftsPay) {
   host.plan.skips_prompts = true;
   ASSERT_TRUE(host.plan_next());
   ASSERT_EQ(host.plan.sequences.size(), 40u);
-  EXPECT_EQ(num_followed(host.plan), 2);
-  EXPECT_TRUE(host.plan.sequences[15].is_followed);
-  EXPECT_TRUE(host.plan.sequences[31].is_followed);
+  // At first few run.
+  constexpr int32_t kNumFollowed = 4;
+  EXPECT_EQ(num_followed(host.plan), kNumFollowed);
+  for (const size_t i : {0, 1, 17, 33}) EXPECT_TRUE(host.plan.sequences[i].is_followed) << i;
   host.read();
-  // An exploration may draft for these two until they have 16 tokens for which it has not. Until
+  // An exploration may draft for these until they have 16 tokens for which it has not. Until
   // then hidden states are kept, and afterwards iterations are those of an engine without a
   // drafter.
   for (int32_t i = 0; i < 40; ++i) {
     SCOPED_TRACE("iteration " + std::to_string(i));
-    EXPECT_EQ(host.scheduler.num_ready_to_draft(/*max_catch_up=*/128), i <= 16 ? 2 : 0);
+    EXPECT_EQ(host.scheduler.num_ready_to_draft(/*max_catch_up=*/128), i <= 16 ? kNumFollowed : 0);
     ASSERT_TRUE(host.plan_next());
     EXPECT_EQ(host.plan.keeps_hidden, i < 16);
     EXPECT_EQ(host.plan.num_drafts, 0);
@@ -279,7 +294,7 @@ TEST(Scheduler, ADraftHeadFollowsOnePromptInSixteenWhileNoDraftsPay) {
   host.max_drafts = 3;
   host.plan.skips_prompts = false;
   ASSERT_TRUE(host.plan_next());
-  const PlannedSequence& first = host.plan.sequences[0];
+  const PlannedSequence& first = host.plan.sequences[2];  // whose prompt it has missed
   EXPECT_EQ(first.num_missed, 4 + 41);
   EXPECT_EQ(first.num_kept, 0);
   EXPECT_FALSE(first.is_cacheable);

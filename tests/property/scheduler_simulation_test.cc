@@ -129,10 +129,11 @@ TEST(SchedulerSimulation, SeesAndShrinksPlantedFaults) {
     while (seed < 200 && simulate(make_script(seed), fault).violation.empty()) ++seed;
     ASSERT_LT(seed, 200u) << "fault " << static_cast<int32_t>(fault) << " goes unseen";
     const SimulationScript small = shrink(make_script(seed), fault);
-    // Windows move far, and blocks must find new holders.
+    // Windows move far, and blocks must find new holders. A draft head has such holes where several
+    // sequences run and another one continues what it has drafted for.
     const size_t most = fault == SimulatedFault::kForgetsLag     ? 12
-                        : fault == SimulatedFault::kForgetsHoles ? 6
-                                                                 : 3;
+                        : fault == SimulatedFault::kForgetsHoles ? 8
+                                                                 : 4;
     EXPECT_LE(small.requests.size(), most);
     std::cout << "fault " << static_cast<int32_t>(fault) << ": " << simulate(small, fault).violation
               << ", from\n"

@@ -54,7 +54,7 @@ def test_a_drafter_misses_prompts_while_no_drafts_pay(
         "x": {"adaptive": True},
     }
     engine: dict[str, Any] = {
-        "max_num_seqs": 2, "max_model_len": 256, "kv_cache_bytes": 64 << 20, "device": "cpu",
+        "max_num_seqs": 16, "max_model_len": 256, "kv_cache_bytes": 64 << 20, "device": "cpu",
     }  # fmt: skip
     with LLM(target, speculative_config=config, **engine) as llm:
 
@@ -62,17 +62,19 @@ def test_a_drafter_misses_prompts_while_no_drafts_pay(
             groups = llm.stats()["kv_groups"]
             return sum(group["cached_blocks"] for group in groups if group["owner"] == owner)
 
-        for _ in range(RUNS):
-            llm.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
-            if llm.stats()["speculative_decoding"]["adaptive"]["num_drafts"] == 0:
+        for run in range(RUNS):
+            llm.generate([PROMPT] * 16, SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
+            choice = llm.stats()["speculative_decoding"]["adaptive"]
+            if choice["num_drafts"] == 0 and run >= 3:
                 break
         before = {owner: cached_blocks(owner) for owner in ("target", "draft")}
-        for i in range(32):
-            prompt = [(i * 7 + j * 3) % 90 + 5 for j in range(160)]
-            llm.generate(prompt, SamplingParams(max_tokens=15, ignore_eos=True, seed=1))
+        prompts = [[(i * 7 + j * 3) % 90 + 5 for j in range(160)] for i in range(64)]
+        for first in range(0, 64, 16):
+            batch = prompts[first : first + 16]
+            llm.generate(batch, SamplingParams(max_tokens=15, ignore_eos=True, seed=1))
         added = {owner: cached_blocks(owner) - count for owner, count in before.items()}
         assert llm._executor.check_integrity() == ""
-    assert added["target"] == 32 * 160 // 16
+    assert added["target"] == 64 * 160 // 16
     # One of eight, or of sixteen, so that the engine still learns which drafts would be accepted.
     assert 0 < added["draft"] < added["target"] / 2
 

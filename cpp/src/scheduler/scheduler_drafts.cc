@@ -17,7 +17,8 @@ bool draws(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::k
 // Where the drafter leaves out prompts only because drafting does not pay now, it follows one
 // prompt in this many, so that explorations find sequences for which it can draft.
 constexpr int32_t kFollowedEvery = 8;
-// A draft head one in this many: hidden states must be kept for the sequences that it follows.
+// A draft head follows one in as many as run, and one in this many at least: hidden states must be
+// kept for the sequences that it follows, which takes time where many run.
 constexpr int32_t kHeadFollowsEvery = 16;
 
 // While no drafts pay, hidden states are kept for the first tokens that a draft head misses of a
@@ -43,7 +44,8 @@ bool Scheduler::misses_prompt(const Sequence& sequence, const IterationPlan& pla
   // Samples share the KV of their prompt, which must not be written later.
   if (!options_.may_miss_prompts || sequence.is_score || sequence.num_samples > 1) return false;
   const bool never_drafts = sequence.max_drafts == 0 || sequence.known_len() + 1 >= sequence.limit;
-  const int32_t every = options_.follows_hidden ? kHeadFollowsEvery : kFollowedEvery;
+  const int32_t every =
+      options_.follows_hidden ? std::min(num_running(), kHeadFollowsEvery) : kFollowedEvery;
   return never_drafts || (plan.skips_prompts && num_left_out_ + 1 < every);
 }
 
