@@ -33,7 +33,8 @@ class FixedSpeed(floor.Speed):
 def on_gpu(name: str, config: dict[str, Any]) -> models.BenchModel:
     """A model of this description without weights."""
     loaded: Any = SimpleNamespace(
-        config=config, model=SimpleNamespace(device="cuda", weight_dtype="bfloat16")
+        config=config,
+        model=SimpleNamespace(device="cuda", weight_dtype="bfloat16", has_parts=False),
     )
     return models.BenchModel(name, loaded)
 
