@@ -108,10 +108,11 @@ TileChoice cheapest_register_tile(const CudaContext& ctx, const GemmParams& p) {
       {TileChoice{register_cost<Tiles>(ctx, p), &launch_register_tile<Tiles>}...}, {}, cost);
 }
 
-// The cheapest tile of at most 16 tokens whose weights are converted in registers.
+// The cheapest tile of at most 16 tokens whose weights are converted in registers. Twelve row tiles
+// by 16 tokens need more registers than there are.
 TileChoice register_tile(const CudaContext& ctx, const GemmParams& p) {
-  return p.max_rows <= 8 ? cheapest_register_tile<RegisterTile<8, 1>, RegisterTile<12, 1>>(ctx, p)
-                         : cheapest_register_tile<RegisterTile<8, 2>, RegisterTile<12, 2>>(ctx, p);
+  if (p.max_rows > 8) return cheapest_register_tile<RegisterTile<8, 2>>(ctx, p);
+  return cheapest_register_tile<RegisterTile<8, 1>, RegisterTile<12, 1>>(ctx, p);
 }
 
 template <class Tile>

@@ -104,6 +104,22 @@ TEST(KvLayout, LatentLayersStoreOneEntryPerToken) {
   expect_contains(plan({LatentKv{16}, 2, 32}), {"num_kv_heads of a latent layer is 2"});
 }
 
+TEST(KvLayout, SlabsMayHaveToBeLarge) {
+  const std::vector<KvLayerShape> target = {full(2, 32), full(2, 32)};
+  const auto plan = [&](int64_t least_slab_bytes) {
+    return plan_kv_layout(target, {}, 16, DType::kBFloat16, 1 << 20, least_slab_bytes);
+  };
+  const int64_t block_bytes = plan(0).slab_bytes;
+  for (const auto& [least, blocks] :
+       {std::pair{block_bytes, 1}, {block_bytes + 1, 2}, {3 * block_bytes, 3}}) {
+    const KvLayout layout = plan(least);
+    expect_sound_layout(layout, 1 << 20);
+    EXPECT_EQ(layout.slab_bytes, blocks * block_bytes);
+    EXPECT_EQ(layout.groups[0].block_bytes, block_bytes);
+  }
+  EXPECT_EQ(plan(1 << 19).slab_bytes, block_bytes);  // the pool has no room for eight of these
+}
+
 TEST(KvLayout, DoesNotPadWhileTheLeastCommonMultipleIsSmall) {
   const int64_t bytes = int64_t{20} << 30;
   const KvLayout layout = plan_kv_layout(kGemma27b, kGemma270m, 16, DType::kBFloat16, bytes);

@@ -30,11 +30,7 @@ class Program {
     static_assert(std::is_trivially_copyable_v<Params> && alignof(Params) <= 16);
     const size_t offset = (params_.size() + 15) / 16 * 16;
     params_.resize(offset + sizeof(Params));
-    Params copy = params;
-#if __has_builtin(__builtin_clear_padding)
-    __builtin_clear_padding(&copy);  // so that equal params have equal bytes
-#endif
-    std::memcpy(params_.data() + offset, &copy, sizeof(Params));
+    std::memcpy(params_.data() + offset, &params, sizeof(Params));
     nodes_.push_back({.invoke = &invoke_as<Params>,
                       .op = reinterpret_cast<void (*)()>(op),
                       .params_offset = offset});

@@ -79,12 +79,13 @@ namespace {
 // What follows from the drafter, beside what the engine has.
 struct Drafting {
   Drafting(const std::shared_ptr<const Model>& target, std::shared_ptr<const Model> draft_model,
-           const DefaultSizes& chosen, const RankModels& targets)
+           const DefaultSizes& chosen, const RankModels& targets, int64_t least_slab_bytes = 0)
       : draft(std::move(draft_model)),
         lease(draft == target ? nullptr : draft.get()),
         sizes(chosen),
         drafts(rank_drafts(draft, sizes.options)),
-        layout(plan_layout(sizes.options, *targets.front(), drafts.front().get())) {}
+        layout(
+            plan_layout(sizes.options, *targets.front(), drafts.front().get(), least_slab_bytes)) {}
 
   // Makes the runner, and notes what it takes.
   [[nodiscard]] std::unique_ptr<Runner> start(const RankModels& targets,
@@ -218,7 +219,9 @@ double Executor::Impl::set_drafter(std::shared_ptr<const Model> draft,
   check_options(with_defaults(options, *target, draft.get()), *target, draft.get());
   DefaultSizes sizes = choose_sizes(options, *target, draft.get(), std::nullopt);
   sizes.kv_cache_rule = former->sizes.kv_cache_rule;
-  const auto next = std::make_shared<Drafting>(target, std::move(draft), sizes, targets);
+  // Slabs do not shrink, so that a drafter with large blocks can come back (check_padding).
+  const auto next = std::make_shared<Drafting>(target, std::move(draft), sizes, targets,
+                                               former->layout.slab_bytes);
   if (target->device == Device::kCuda) check_padding(former->layout, next->layout);
   EngineParts parts = {.options = engine_options(sizes.options, *target, next->draft.get()),
                        .layout = &next->layout};

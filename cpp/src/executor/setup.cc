@@ -341,12 +341,13 @@ std::unique_ptr<Runner> make_runner(const RankModels& targets, const RankModels&
       make_rank, /*has_threads=*/false);
 }
 
-KvLayout plan_layout(const ExecutorOptions& o, const Model& target, const Model* draft) {
+KvLayout plan_layout(const ExecutorOptions& o, const Model& target, const Model* draft,
+                     int64_t least_slab_bytes) {
   const std::vector<KvLayerShape> draft_shapes =
       draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
                        : std::vector<KvLayerShape>{};
   KvLayout layout = plan_kv_layout(kv_layer_shapes(target.config), draft_shapes, o.block_size,
-                                   kv_dtype(target), o.kv_cache_bytes);
+                                   kv_dtype(target), o.kv_cache_bytes, least_slab_bytes);
   if (layout.groups.size() > kMaxKvGroups) {
     throw Unsupported(concat("target and drafter have ", layout.groups.size(),
                              " KV groups, one for each kind, window and shape of a layer's KV; "

@@ -16,9 +16,9 @@
 namespace paceline {
 
 // `draft` may be null in all functions. Throws Unsupported for more than kMaxKvGroups KV
-// groups.
+// groups. least_slab_bytes: see plan_kv_layout.
 [[nodiscard]] KvLayout plan_layout(const ExecutorOptions& options, const Model& target,
-                                   const Model* draft);
+                                   const Model* draft, int64_t least_slab_bytes = 0);
 
 [[nodiscard]] EngineOptions engine_options(const ExecutorOptions& options, const Model& target,
                                            const Model* draft);

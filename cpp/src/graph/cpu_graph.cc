@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/cpu_graph.h"
 
+#include "base/check.h"
+
 #include "device/cpu_context.h"
 
 namespace paceline {
@@ -33,6 +35,7 @@ CpuGraph CpuGraph::capture_while(CpuContext& ctx, const Enqueue& before, const E
 }
 
 void CpuGraph::launch(CpuContext& ctx) const {
+  PACELINE_CHECK(before_.num_nodes() > 0 || keep_going_ != nullptr, "nothing was captured");
   before_.replay(ctx);
   if (keep_going_ == nullptr) return;
   while (*keep_going_ != 0) body_.replay(ctx);

@@ -55,36 +55,36 @@ void check_shape(const KvLayerShape& shape, const std::string& layer) {
     check_range(concat(layer, ": num_kv_heads of a ", kv_kind_name(shape.kind), " layer"),
                 shape.num_kv_heads, 1, 1);
   };
-  std::visit(Overloaded{[](const FullKv&) {},
-                        [&](const SlidingKv& sliding) { check_window(sliding.window); },
-                        [&](const LatentKv& latent) {
-                          check_one_head();
-                          check_range(concat(layer, ": rank of a latent layer"), latent.rank, 1,
-                                      shape.head_dim);
-                        },
-                        [&](const WindowEntryKv& entries) {
-                          check_one_head();
-                          check_window(entries.window);
-                        },
-                        [&](const TailKv& tail) {
-                          check_one_head();
-                          check_window(tail.window);
-                        },
-                        [&](const CompressedKv& compressed) {
-                          check_one_head();
-                          check_range(concat(layer, ": tokens_per_entry of a compressed layer"),
-                                      compressed.tokens_per_entry, 1, kMaxExtent);
-                          check_range(concat(layer, ": index_dim of a compressed layer"),
-                                      compressed.index_dim, 0, kMaxExtent);
-                        },
-                        [](const StateKv&) {},
-                        [&](const RecordKv& record) {
-                          check_one_head();
-                          check_range(concat("block_size, where ", layer, " is recurrent and reads ",
-                                             record.num_taps, " inputs,"),
-                                      record.tokens_per_state, record.num_taps - 1, kMaxBlockSize);
-                        }},
-             shape.kind);
+  std::visit(
+      Overloaded{
+          [](const FullKv&) {}, [&](const SlidingKv& sliding) { check_window(sliding.window); },
+          [&](const LatentKv& latent) {
+            check_one_head();
+            check_range(concat(layer, ": rank of a latent layer"), latent.rank, 1, shape.head_dim);
+          },
+          [&](const WindowEntryKv& entries) {
+            check_one_head();
+            check_window(entries.window);
+          },
+          [&](const TailKv& tail) {
+            check_one_head();
+            check_window(tail.window);
+          },
+          [&](const CompressedKv& compressed) {
+            check_one_head();
+            check_range(concat(layer, ": tokens_per_entry of a compressed layer"),
+                        compressed.tokens_per_entry, 1, kMaxExtent);
+            check_range(concat(layer, ": index_dim of a compressed layer"), compressed.index_dim, 0,
+                        kMaxExtent);
+          },
+          [](const StateKv&) {},
+          [&](const RecordKv& record) {
+            check_one_head();
+            check_range(concat("block_size, where ", layer, " is recurrent and reads ",
+                               record.num_taps, " inputs,"),
+                        record.tokens_per_state, record.num_taps - 1, kMaxBlockSize);
+          }},
+      shape.kind);
 }
 
 // The dtype of what a layer stores, where `dtype` is that of KV.
@@ -312,16 +312,15 @@ SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_
 }  // namespace
 
 std::string_view kv_kind_name(const KvKind& kind) {
-  return std::visit(
-      Overloaded{[](const FullKv&) -> std::string_view { return "full"; },
-                 [](const SlidingKv&) -> std::string_view { return "sliding"; },
-                 [](const LatentKv&) -> std::string_view { return "latent"; },
-                 [](const WindowEntryKv&) -> std::string_view { return "window"; },
-                 [](const TailKv&) -> std::string_view { return "tail"; },
-                 [](const CompressedKv&) -> std::string_view { return "compressed"; },
-                 [](const StateKv&) -> std::string_view { return "state"; },
-                 [](const RecordKv&) -> std::string_view { return "record"; }},
-      kind);
+  return std::visit(Overloaded{[](const FullKv&) -> std::string_view { return "full"; },
+                               [](const SlidingKv&) -> std::string_view { return "sliding"; },
+                               [](const LatentKv&) -> std::string_view { return "latent"; },
+                               [](const WindowEntryKv&) -> std::string_view { return "window"; },
+                               [](const TailKv&) -> std::string_view { return "tail"; },
+                               [](const CompressedKv&) -> std::string_view { return "compressed"; },
+                               [](const StateKv&) -> std::string_view { return "state"; },
+                               [](const RecordKv&) -> std::string_view { return "record"; }},
+                    kind);
 }
 
 int32_t kv_window(const KvKind& kind) {
@@ -353,7 +352,8 @@ bool hands_on(const KvKind& kind) {
 
 KvLayerShape with_block_size(KvLayerShape shape, int32_t block_size) {
   if (auto* const state = std::get_if<StateKv>(&shape.kind)) state->tokens_per_entry = block_size;
-  if (auto* const record = std::get_if<RecordKv>(&shape.kind)) record->tokens_per_state = block_size;
+  if (auto* const record = std::get_if<RecordKv>(&shape.kind))
+    record->tokens_per_state = block_size;
   return shape;
 }
 
@@ -402,13 +402,18 @@ int64_t least_kv_cache_bytes(std::span<const KvLayerShape> target,
 }
 
 KvLayout plan_kv_layout(std::span<const KvLayerShape> target, std::span<const KvLayerShape> draft,
-                        int32_t block_size, DType dtype, int64_t kv_cache_bytes) {
+                        int32_t block_size, DType dtype, int64_t kv_cache_bytes,
+                        int64_t least_bytes) {
   KvLayout layout = group_models(target, draft, block_size, dtype);
   if (kv_cache_bytes <= 0) {
     throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes, "; allowed: > 0"));
   }
   const SlabChoice choice = choose_slab(block_choices(layout.groups), kv_cache_bytes);
   layout.slab_bytes = choice.slab_units * kKvAlignment;
+  const int64_t at_least = (least_bytes + layout.slab_bytes - 1) / layout.slab_bytes;
+  if (at_least > 1 && kv_cache_bytes / kMinSlabs / layout.slab_bytes >= at_least) {
+    layout.slab_bytes *= at_least;
+  }
   layout.num_slabs = kv_cache_bytes / layout.slab_bytes;
   layout.pool_bytes = layout.num_slabs * layout.slab_bytes;
   for (size_t g = 0; g < layout.groups.size(); ++g) {

@@ -179,9 +179,11 @@ struct KvLayout {
 // 64 bytes, if that is more), so that a smaller multiple exists. Among those the planner takes the
 // one with the least estimated waste (idle slabs plus padding); if none is at most 1/64 of the
 // pool, one of at most 1/8. Throws InvalidArgument if that fails too (the message states the bytes
-// needed) or if a value is out of range.
+// needed) or if a value is out of range. A slab has at least least_slab_bytes where the pool has
+// room for enough such slabs.
 [[nodiscard]] KvLayout plan_kv_layout(std::span<const KvLayerShape> target,
                                       std::span<const KvLayerShape> draft, int32_t block_size,
-                                      DType dtype, int64_t kv_cache_bytes);
+                                      DType dtype, int64_t kv_cache_bytes,
+                                      int64_t least_slab_bytes = 0);
 
 }  // namespace paceline

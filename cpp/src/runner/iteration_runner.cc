@@ -192,7 +192,8 @@ auto IterationRunner<Ctx, Graph>::graphs_of(int32_t num_seqs, const Batch& batch
   const std::vector<int32_t>& lengths = options_.draft_lengths;
   const auto length = std::find(lengths.begin(), lengths.end(), batch.num_drafts);
   PACELINE_CHECK(length != lengths.end(), "no graph is captured for ", batch.num_drafts, " drafts");
-  const Variant& variant = batch.keeps_hidden
+  // Beside chunks hidden states are kept with any k'; their verify pass is no graph.
+  const Variant& variant = batch.keeps_hidden && batch.num_drafts == 0
                                ? found->keeping
                                : found->variants[static_cast<size_t>(length - lengths.begin())];
   return batch.has_logit_work ? variant.full : variant.plain;
