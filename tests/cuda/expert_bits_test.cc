@@ -136,25 +136,42 @@ TEST_P(ActivationBits, AreThoseOfTheOpAlone) {
   }
 }
 
-// Weights as rows of tiles, and with many weights and 50 rows tokens.
+constexpr WeightSpec kInt4 = {.dtype = DType::kBFloat16,
+                              .format = WeightFormat::kInt4,
+                              .scale_cols = 128,
+                              .scale_dtype = DType::kFloat16,
+                              .has_zeros = true};
+
+// Weights as rows of tiles, and with many weights and 50 rows tokens; of int4, in registers with
+// many weights and few rows.
 TEST_F(DenseActivationBits, AreThoseOfTheOpAlone) {
   TRACE_SEED();
+  const auto expect_equal = [](ActivatedGemmSpec spec, int32_t num_rows) {
+    const Rows rows = first_rows(num_rows, num_rows + (num_rows == 6 ? 1 : 2));
+    const OpInstance together = make_activated_gemm(spec, rows, base_seed());
+    spec.activates_alone = true;
+    ASSERT_EQ(first_different_row(together, y_of(together),
+                                  y_of(make_activated_gemm(spec, rows, base_seed()))),
+              -1)
+        << num_rows << " rows of " << spec.intermediate << ", activation "
+        << static_cast<int>(spec.activation) << weight_suffix(spec.weight);
+  };
   for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh,
                                       Activation::kSwigluOai, Activation::kClampedSilu}) {
     for (const int32_t intermediate : {424, 12288}) {
       for (const int32_t num_rows : {1, 13, 20, 50, 100}) {
-        ActivatedGemmSpec spec = {.intermediate = intermediate,
-                                  .k = 160,
-                                  .activation = activation,
-                                  .weight = {DType::kBFloat16}};
-        const Rows rows = first_rows(num_rows, num_rows + 2);
-        const OpInstance together = make_activated_gemm(spec, rows, base_seed());
-        spec.activates_alone = true;
-        ASSERT_EQ(first_different_row(together, y_of(together),
-                                      y_of(make_activated_gemm(spec, rows, base_seed()))),
-                  -1)
-            << num_rows << " rows of " << intermediate << ", activation "
-            << static_cast<int>(activation);
+        expect_equal({.intermediate = intermediate,
+                      .k = 160,
+                      .activation = activation,
+                      .weight = {DType::kBFloat16}},
+                     num_rows);
+      }
+    }
+    for (const int32_t intermediate : {432, 6144, 12288, 21504}) {
+      for (const int32_t num_rows : {1, 6, 13, 50}) {
+        expect_equal(
+            {.intermediate = intermediate, .k = 640, .activation = activation, .weight = kInt4},
+            num_rows);
       }
     }
   }
@@ -190,7 +207,8 @@ TEST_F(JoinedProductBits, OfResidualsAreThoseOfTheOpsAlone) {
   TRACE_SEED();
   for (const AddedGemmSpec& joined :
        {AddedGemmSpec{4096, 12288}, AddedGemmSpec{2880, 4096, {}, true}, AddedGemmSpec{5120, 6144},
-        AddedGemmSpec{1032, 136}, AddedGemmSpec{24576, 128}}) {
+        AddedGemmSpec{1032, 136}, AddedGemmSpec{24576, 128}, AddedGemmSpec{4096, 640, kInt4},
+        AddedGemmSpec{24576, 640, kInt4}}) {
     for (const int32_t num_rows : {1, 4, 8, 9, 16, 17}) {
       const Rows rows = first_rows(num_rows, num_rows + (num_rows == 4 ? 3 : 0));
       AddedGemmSpec alone = joined;

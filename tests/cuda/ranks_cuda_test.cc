@@ -641,12 +641,16 @@ TEST_F(CudaRanks, DraftersAndWeightsChangeWhileRequestsRun) {
     const int64_t bytes = executor.memory_report().kv_pool_bytes;
     std::atomic<bool> is_over = false;
     std::thread changing([&] {
-      for (int32_t i = 0; i < 12; ++i) {
-        executor.set_drafter(nullptr, {});
-        executor.set_drafter(bad, {.num_speculative_tokens = 1 + i % 4});
-        const ModelUpdate& update = i % 2 == 0 ? to_first : to_second;
-        executor.update_drafter([&] { update_models({&update, 1}); });
-        executor.set_drafter(good, {.num_speculative_tokens = 2});
+      try {
+        for (int32_t i = 0; i < 12; ++i) {
+          executor.set_drafter(nullptr, {});
+          executor.set_drafter(bad, {.num_speculative_tokens = 1 + i % 4});
+          const ModelUpdate& update = i % 2 == 0 ? to_first : to_second;
+          executor.update_drafter([&] { update_models({&update, 1}); });
+          executor.set_drafter(good, {.num_speculative_tokens = 2});
+        }
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << error.what();
       }
       is_over = true;
     });
