@@ -171,6 +171,7 @@ class _Event:
         self.finish_reason = finish_reason
         self.error = ""
         self.num_drafted, self.num_accepted = 4, len(token_ids) % 5
+        self.drafter = "draft_model"
         self.counters: dict[str, Any] = {}
 
 

@@ -226,7 +226,8 @@ ReceiptMaker::ReceiptMaker(const ModelFolder& folder, const Executor& executor) 
     const ExecutorOptions options = executor.options();
     if (options.use_null_device) {
       throw InvalidArgument(
-          "use_null_device is true, whose output is no model's; allowed: a device that computes");
+          "executor has the null device, whose output is no model's; allowed: a device that "
+          "computes, so use_null_device false");
     }
     const std::filesystem::path directory = folder.origin.directory;
     const std::string weights = file_digest(folder.origin.weights);
@@ -277,11 +278,12 @@ std::string ReceiptMaker::make(const Request& request, int32_t sample,
     const AcceptMethod method = impl_->method;
     const bool is_synthetic = method == AcceptMethod::kSynthetic;
     if (is_synthetic || (method != AcceptMethod::kCoupled && request.sampling.temperature > 0)) {
-      throw InvalidArgument(concat(
-          "rejection_sample_method is '", option_names<AcceptMethod>[static_cast<size_t>(method)],
-          "', whose output at temperature ", request.sampling.temperature,
-          " depends on the drafts, so it cannot be replayed; allowed: 'coupled'",
-          is_synthetic ? "" : ", or temperature 0"));
+      throw InvalidArgument(
+          concat("the output of rejection_sample_method '",
+                 option_names<AcceptMethod>[static_cast<size_t>(method)], "' at temperature ",
+                 request.sampling.temperature,
+                 " depends on the drafts, so it cannot be replayed; allowed: 'coupled'",
+                 is_synthetic ? "" : ", or temperature 0"));
     }
     const int32_t num_resumed = request.num_resumed_tokens;
     const auto num_given = static_cast<int64_t>(request.prompt.size());
