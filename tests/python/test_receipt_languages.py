@@ -123,7 +123,7 @@ def test_acceptance_that_depends_on_drafts_has_no_receipts(folder: Path, method:
         config["synthetic_acceptance_length"] = 2.0
     with LLM(folder, speculative_config=config, device="cpu") as llm:
         make = llm._executor.folder_receipt
-        with raises(ValueError, f"rejection_sample_method '{method}' at temperature 1", "'coupled'"):
+        with raises(ValueError, f"'{method}' at temperature 1 depends on the drafts", "'coupled'"):
             make(str(folder), _core.Request([1, 2]), 0, [3], "length", False)
         greedy = _core.Request([1, 2], temperature=0)
         if method == "synthetic":
