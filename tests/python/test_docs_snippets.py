@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fcntl
 import itertools
 import json
 import os
@@ -131,7 +132,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], d
     (folder / "jobs.json").write_text(json.dumps(jobs))
     models = folder / "models"
     models.mkdir()
-    with HubServer(make_models(models)) as hub:
+    # Blocks have fixed ports. Where two workers run tests of this module, one follows the other.
+    shared = folder.parents[1] if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with open(shared / "snippets.lock", "w") as lock, HubServer(make_models(models)) as hub:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(
             [sys.executable, RUNNER, folder / "jobs.json", folder / "results.json", folder],
             capture_output=True,
