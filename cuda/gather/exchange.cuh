@@ -19,9 +19,10 @@ inline constexpr int64_t kPacketBytes = 8;  // of columns
 inline constexpr int64_t kMostInPackets = int64_t{256} << 10;
 static_assert(kMostInPackets <= GpuExchange::kPacketsAPlace * kPacketBytes);
 
-// A thread that waits checks after so many loads whether the group has failed. After many more it
-// tells the host which rank it waits for.
+// A thread waits in a loop of loads. Each time it has made this many, it looks whether the group
+// has failed.
 inline constexpr uint32_t kLoadsBetweenLooks = 1 << 10;
+// When it has made this many, it tells the host which rank it waits for.
 inline constexpr uint32_t kLoadsOfALongWait = 1 << 17;
 
 struct GatherArgs {

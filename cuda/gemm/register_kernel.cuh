@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One tile of y = x W^T with packed int4 weights, for few rows and so many weights that the warps
-// of a multiprocessor have rows of their own: they convert them in registers and multiply by
-// `mma.sync`. K is walked in ascending order with one accumulator per output, in the steps of
+// One tile of y = x W^T with packed int4 weights, for few rows of x and many of W. Every warp of a
+// multiprocessor has rows of W: it converts them in registers and multiplies by `mma.sync`. K is
+// walked in ascending order with one accumulator per output, in the steps of
 // gemm_kernel.cuh, so the bits are those of dequantised weights.
 //
 // Two warps share 16 rows and take the units of columns by turns. Each converts its next unit while

@@ -133,14 +133,18 @@ std::unique_ptr<RankGroup> group_on(const std::vector<int32_t>& gpus, int64_t ro
   return std::make_unique<RankGroup>(memories, row_bytes);
 }
 
+// Up to as many as there are GPUs, or 4. The blocks of more ranks would not run at once on one GPU.
+int32_t random_num_ranks(std::mt19937_64& random) {
+  const uint64_t most = std::max(4, std::min(cuda_status().num_gpus, kMaxRanks));
+  return static_cast<int32_t>(2 + random() % (most - 1));
+}
+
 TEST_F(CudaRanks, ExchangesGiveEveryRankAllColumns) {
   const uint64_t first_seed = seed_from_env(1);
   for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    // The blocks of more ranks would not run at once on one GPU.
-    const uint64_t most = std::max(4, std::min(cuda_status().num_gpus, kMaxRanks));
-    const auto num_ranks = static_cast<int32_t>(2 + random() % (most - 1));
+    const int32_t num_ranks = random_num_ranks(random);
     const std::vector<int32_t> gpus = gpus_for(num_ranks);
     const bool shares_gpu = gpus.back() == gpus.front();
     constexpr int32_t kMaxWidth = 40000;
@@ -232,8 +236,7 @@ TEST_F(CudaRanks, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
   for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const uint64_t most = std::max(4, std::min(cuda_status().num_gpus, kMaxRanks));
-    const auto num_ranks = static_cast<int32_t>(2 + random() % (most - 1));
+    const int32_t num_ranks = random_num_ranks(random);
     const std::vector<int32_t> gpus = gpus_for(num_ranks);
     // Rows that one kernel norms and others: odd ones, long ones and many.
     const int32_t unit = random() % 4 == 0 ? 1 : 64;

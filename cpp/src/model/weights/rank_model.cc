@@ -75,7 +75,7 @@ void for_outer_linears(Weights& weights, const Function& f) {
   return possible;
 }
 
-// An exchange of few rows takes about 6 us on GPUs, in which one reads so many bytes of weights.
+// Bytes of weights that a GPU reads in 6 us, which is what an exchange of few rows takes.
 constexpr int64_t kExchangeBytes = int64_t{24} << 20;
 
 }  // namespace
