@@ -5,8 +5,9 @@
 
 Weights without scales are bfloat16, normal with standard deviation 0.02; those of norms have a mean
 of 1, so that a router sees states of ordinary size and spreads tokens over the experts. Elements of
-fp8 and mxfp4 are random bits, with scales that give a similar spread. Shards have about 4 GB, and
-several are written at the same time. Needs torch, and takes minutes without a GPU.
+fp8 and mxfp4 are random bits, with scales that give a similar spread. The files of a target that has
+an MTP layer or the stages of a block drafter have these, too. Shards have about 4 GB, and several are
+written at the same time. Needs torch, and takes minutes without a GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from paceline.loader.family import Family
 
 SHARD_BYTES: Final = 4 << 30
 #: Shards written at the same time: most of the time is copying, to the host and to files.
 WRITERS: Final = 8
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 #: Bytes of an element, by its name in files.
-ITEM_BYTES: Final = {"BF16": 2, "F8_E4M3": 1, "U8": 1, "BOOL": 1, "I64": 8}
+ITEM_BYTES: Final = {"BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "BOOL": 1, "I64": 8}
+#: The exponents of scales, plus 127, by the dtype of their elements: two elements of four bits with
+#: a standard deviation of 3, or one of eight bits with 100.
+EXPONENTS: Final = {"U8": (119, 122), "I8": (119, 122), "F8_E4M3": (114, 117)}
 #: The standard deviation of weights, and the mean of those of norms.
 SPREAD: Final = 0.02
 NORM_MEAN: Final = 1.0
@@ -57,16 +64,31 @@ class Entry:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def random_entry(name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
-    """A tensor with random values; its name tells scales and norms."""
-    return Entry(name, dtype, shape, partial(_random_values, name, dtype, shape))
+def random_entry(
+    name: str, dtype: str, shape: tuple[int, ...], elements: str = "U8", num_experts: int = 0
+) -> Entry:
+    """A tensor with random values; its name tells scales and norms.
+
+    Args:
+        name: Its name in the file.
+        dtype: A key of `ITEM_BYTES`.
+        shape: Its shape.
+        elements: Of scales: the dtype of the elements that they scale.
+        num_experts: Of numbers of experts: how many there are. A row has no number twice.
+    """
+    make = partial(_random_values, name, dtype, shape, elements, num_experts)
+    return Entry(name, dtype, shape, make)
 
 
-def _random_values(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _random_values(
+    name: str, dtype: str, shape: tuple[int, ...], elements: str, num_experts: int
+) -> torch.Tensor:
     is_scale = name.endswith(("scales", "scale", "scale_inv"))
-    if dtype == "U8":
-        # The elements of mxfp4 have a standard deviation of 3, so a scale is about 2^-7.
-        low, high = (119, 122) if is_scale else (0, 256)
+    if dtype == "I64":
+        order = torch.rand(shape[0], num_experts, device=DEVICE).argsort(dim=1)
+        return order[:, : shape[1]]
+    if dtype in ("U8", "I8", "F8_E8M0"):
+        low, high = EXPONENTS[elements] if is_scale else (0, 256)
         return torch.randint(low, high, shape, device=DEVICE, dtype=torch.uint8)
     values = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
     if dtype == "F8_E4M3":
@@ -110,16 +132,64 @@ def published_entries(config: Mapping[str, Any], name: str) -> list[Entry]:
     from paceline.loader.hf_config import parse_hf_config
 
     family = translate(parse_hf_config(dict(config), name, ARCHITECTURES))
+    return [
+        entry
+        for each in (family, *own_drafter(family, config, name))
+        for entry in _entries_of(each, name)
+    ]
+
+
+def own_drafter(family: Family, config: Mapping[str, Any], name: str) -> list[Family]:
+    """The drafter that the files of a target have beside it.
+
+    Args:
+        family: The target.
+        config: The object in its `config.json`.
+        name: Of the configuration, for messages.
+
+    Returns:
+        Its MTP layer, or its block drafter; nothing if it has neither.
+    """
+    from paceline.loader.block_kinds import own_block_kind
+    from paceline.loader.deepseek_v4_dspark import translate_stages
+    from paceline.loader.drafters import Target
+    from paceline.loader.families import ARCHITECTURES
+    from paceline.loader.hf_config import parse_hf_config
+    from paceline.loader.mtp import translate_mtp
+    from paceline.loader.section import Section
+
+    hf = parse_hf_config(dict(config), name, ARCHITECTURES)
+    top = Section(dict(config), name)
+    target = Target(Path(name), family.architecture, family.config, "bfloat16")
+    if own_block_kind(top) is not None:
+        return [translate_stages(top, target, None)[0]]
+    keys = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+    if any(hf.text.has(key) and hf.text.integer(key, low=0) == 1 for key in keys):
+        return [translate_mtp(top, target, None)[0]]
+    return []
+
+
+def _entries_of(family: Family, name: str) -> list[Entry]:
+    """The tensors of a family; raises NotImplementedError as `published_entries` does."""
+    by_name = {tensor.name: tensor for tensor in family.tensors}
     entries = []
     for tensor in family.tensors:
         prefix = "" if tensor.source in family.lm_head_names else family.prefixes[0]
-        is_scale = tensor.name.endswith(".scales")
-        dtype = "BF16" if is_scale and "BF16" in tensor.dtypes else tensor.dtypes[0]
+        stem, _, last = tensor.name.rpartition(".")
+        dtype = "BF16" if last == "scales" and "BF16" in tensor.dtypes else tensor.dtypes[0]
         if dtype not in ITEM_BYTES:
             raise NotImplementedError(
                 f"{name} has tensors in {dtype}; allowed: {', '.join(ITEM_BYTES)}"
             )
-        entries.append(random_entry(prefix + tensor.source, dtype, tensor.shape))
+        weight = by_name.get(f"{stem}.weight")
+        scaled = weight is not None and last == "scales" and weight.dtypes[0] in EXPONENTS
+        entries.append(
+            random_entry(
+                prefix + tensor.source, dtype, tensor.shape,
+                weight.dtypes[0] if weight is not None and scaled else "U8",
+                weight.shape[0] if weight is not None and last == "token_experts" else 0,
+            )
+        )  # fmt: skip
     return entries
 
 
