@@ -66,8 +66,7 @@ void launch_converted_tile(CudaContext& ctx, const GemmParams& p, const ProductE
   const TileLaunch tile = tile_launch<__nv_bfloat16, Tile>(p, kRingBytes, end);
   PACELINE_CHECK(tile.args.num_stages >= Tile::kStageStep);
   launch(ctx, "gemm", kernel, tile.grid, dim3(Tile::kThreads), tile.shared_bytes,
-         tensor_map(p.x, p.max_rows, p.weight.k, p.x_stride, tile.args.block_tokens),
-         weight_args(p.weight, tile.grid.x > 1), tile.args);
+         token_map(p, tile.args), weight_args(p.weight, tile.grid.x > 1), tile.args);
 }
 
 // Blocks of 256 columns of the tokens.
@@ -95,10 +94,11 @@ void launch_register_tile(CudaContext& ctx, const GemmParams& p, const ProductEn
   constexpr auto kernel = &register_gemm_kernel<Tile>;
   allow_ring<kernel>();
   const TileLaunch tile = tile_launch<__nv_bfloat16, Tile>(p, /*ring_bytes=*/0, end);
+  // The kernel knows where each step of the tokens lies.
+  PACELINE_CHECK(tile.args.block_tokens == Tile::kTokens);
   launch(ctx, "gemm", kernel, tile.grid, dim3(Tile::kThreads),
          static_cast<size_t>(Tile::shared_bytes(num_token_blocks<Tile>(p))),
-         tensor_map(p.x, p.max_rows, p.weight.k, p.x_stride, tile.args.block_tokens),
-         weight_args(p.weight, /*is_read_again=*/false), tile.args);
+         token_map(p, tile.args), weight_args(p.weight, /*is_read_again=*/false), tile.args);
 }
 
 template <class... Tiles>

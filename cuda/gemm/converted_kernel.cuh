@@ -223,7 +223,7 @@ __device__ __forceinline__ void fill_with_weights(const Ring<Tile>& ring, const 
 // Fills the ring with tokens; called by one thread.
 template <class Tile>
 __device__ __forceinline__ void fill_with_tokens(const Ring<Tile>& ring,
-                                                 const CUtensorMap* token_map, int32_t first_token,
+                                                 const StageCopies<Tile::kSteps>& tokens,
                                                  int32_t num_blocks) {
   wait_for_predecessor();
   int32_t stage = 0;
@@ -231,12 +231,7 @@ __device__ __forceinline__ void fill_with_tokens(const Ring<Tile>& ring,
   for (int32_t block = 0; block < num_blocks; ++block) {
     barrier_wait(&ring.empty[stage], parity);
     barrier_expect(&ring.full[stage], static_cast<uint32_t>(ring.arriving_bytes));
-#pragma unroll
-    for (int32_t step = 0; step < Tile::kSteps; ++step) {
-      copy_box(ring.tokens(stage) + step * Tile::kTokenBytes, token_map,
-               (block * Tile::kSteps + step) * Tile::kDepth, first_token, &ring.full[stage],
-               kEvictLast);
-    }
+    tokens.request(ring.tokens(stage), block, &ring.full[stage]);
     if (++stage == ring.num_stages) {
       stage = 0;
       parity ^= 1;
@@ -261,7 +256,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
   if (thread < Tile::kFirstConverter) {
     if (thread == Tile::kConsumers) {
-      return fill_with_tokens<Tile>(ring, &token_map, place.first_token, num_blocks);
+      return fill_with_tokens<Tile>(ring, token_copies<Tile>(&token_map, args, place.first_token),
+                                    num_blocks);
     }
   } else {
     // Weights do not depend on the predecessor.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "gemm/stage_boxes.h"
 #include "ops/ops.h"
 
 namespace paceline::cuda {
@@ -29,6 +30,8 @@ struct GemmArgs {
   int32_t num_stages;
   int32_t stage_bytes;   // bytes that arrive per stage
   int32_t block_tokens;  // tokens that a block computes, at most a tile's
+  int32_t copy_steps;    // of the steps of a stage, those that one copy brings (stage_boxes.h)
+  uint32_t token_step;   // from a step of the tokens to the next one, in 16 bytes
   GatedRows gated;
   // [max_rows, n], or null: y is added to it, and not written. Tiles of at most kMaxAddedTokens
   // tokens do it, with outputs of bfloat16.
@@ -66,7 +69,7 @@ struct Tile {
   static_assert(thin_rows == 0 || (kWeightsAreRows && groups == 1));
   static constexpr int32_t kTokens = kWeightsAreRows ? kColumns : kRows;
 
-  static constexpr int32_t kDepth = 64;  // columns of K in one 128-byte row
+  static constexpr int32_t kDepth = kStepColumns;  // columns of K in one 128-byte row
   static constexpr int32_t kRowBytes = kDepth * 2;
   static constexpr int32_t kWeightBytes = kWeights * kDepth * weight_bits / 8;
   static constexpr int32_t kTokenBytes = kTokens * kRowBytes;

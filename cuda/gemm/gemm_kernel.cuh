@@ -16,6 +16,7 @@
 #include "common/mma.cuh"
 #include "gemm/gemm_args.h"
 #include "gemm/gemm_epilogue.cuh"
+#include "gemm/stage_copies.cuh"
 #include "gemm/wgmma.cuh"
 #include "gemm/wgmma_products.cuh"
 
@@ -23,7 +24,8 @@ namespace paceline::cuda {
 
 inline constexpr int32_t kMaxStages = 12;
 
-// The ring of a block. Each stage holds tiles of weights, then tiles of tokens.
+// The ring of a block. Each stage holds the steps of the weights, Tile::kWeightBytes each, then
+// those of the tokens, which have as many rows as the launch's tiles have tokens.
 template <class Tile>
 struct Ring {
   std::byte* data;
@@ -40,32 +42,44 @@ struct Ring {
   }
 };
 
-// Fills the ring, block of K by block of K; called by one thread. With an up_row (GatedRows) a box
-// of weights is half of a tile.
+// How a block's tokens come to the stages.
 template <class Tile>
-__device__ __forceinline__ void produce(const Ring<Tile>& ring, const CUtensorMap* weight_map,
-                                        const CUtensorMap* token_map, int32_t first_column,
-                                        int32_t first_token, int32_t num_blocks, int32_t up_row) {
+__device__ __forceinline__ StageCopies<Tile::kSteps> token_copies(const CUtensorMap* map,
+                                                                  const GemmArgs& args,
+                                                                  int32_t first_token) {
+  return {.map = map,
+          .first_row = first_token,
+          .copy_steps = args.copy_steps,
+          .step_bytes = static_cast<int32_t>(args.token_step) * kDescriptorUnit,
+          .is_pair = false,
+          .policy = kEvictLast};
+}
+
+// How the weights of the tile at `first_column` of y come to the stages.
+template <class Tile>
+__device__ __forceinline__ StageCopies<Tile::kSteps> weight_copies(const CUtensorMap* map,
+                                                                   const GemmArgs& args,
+                                                                   int32_t first_column) {
+  return {.map = map,
+          .first_row = first_column,
+          .copy_steps = args.copy_steps,
+          .step_bytes = Tile::kWeightBytes,
+          .is_pair = args.gated.up_row != 0,
+          .policy = kEvictFirst};
+}
+
+// Fills the ring, block of K by block of K; called by one thread.
+template <class Tile>
+__device__ __forceinline__ void produce(const Ring<Tile>& ring,
+                                        const StageCopies<Tile::kSteps>& weights,
+                                        const StageCopies<Tile::kSteps>& tokens,
+                                        int32_t num_blocks) {
   const auto request_weights = [&](int32_t block, int32_t stage) {
     barrier_expect(&ring.full[stage], ring.arriving_bytes);
-#pragma unroll
-    for (int32_t step = 0; step < Tile::kSteps; ++step) {
-      std::byte* const to = ring.weights(stage) + step * Tile::kWeightBytes;
-      const int32_t column = (block * Tile::kSteps + step) * Tile::kDepth;
-      copy_box(to, weight_map, column, first_column, &ring.full[stage], kEvictFirst);
-      if (up_row != 0) {
-        copy_box(to + Tile::kWeightBytes / 2, weight_map, column, up_row + first_column,
-                 &ring.full[stage], kEvictFirst);
-      }
-    }
+    weights.request(ring.weights(stage), block, &ring.full[stage]);
   };
   const auto request_tokens = [&](int32_t block, int32_t stage) {
-#pragma unroll
-    for (int32_t step = 0; step < Tile::kSteps; ++step) {
-      copy_box(ring.tokens(stage) + step * Tile::kTokenBytes, token_map,
-               (block * Tile::kSteps + step) * Tile::kDepth, first_token, &ring.full[stage],
-               kEvictLast);
-    }
+    tokens.request(ring.tokens(stage), block, &ring.full[stage]);
   };
   const int32_t num_ahead = min(ring.num_stages, num_blocks);
   for (int32_t block = 0; block < num_ahead; ++block) request_weights(block, block);
@@ -84,12 +98,12 @@ __device__ __forceinline__ void produce(const Ring<Tile>& ring, const CUtensorMa
   }
 }
 
-// Multiplies the stages as they arrive; called by a warpgroup.
+// Multiplies the stages as they arrive; called by a warpgroup. A launch's tiles may have fewer
+// tokens than a product reads. What lies behind them affects only outputs that are not written.
 template <class Tile>
-__device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_blocks,
-                                        Accumulators<Tile>& sums) {
-  constexpr int32_t kRowStep = Tile::kWeightsAreRows ? Tile::kWeightBytes : Tile::kTokenBytes;
-  constexpr int32_t kColumnStep = Tile::kWeightsAreRows ? Tile::kTokenBytes : Tile::kWeightBytes;
+__device__ __forceinline__ void consume(const Ring<Tile>& ring, const GemmArgs& args,
+                                        int32_t num_blocks, Accumulators<Tile>& sums) {
+  constexpr auto kWeightStep = static_cast<uint32_t>(Tile::kWeightBytes / kDescriptorUnit);
   // Addresses in shared memory, the same for the whole warp.
   const uint32_t group = uniform(threadIdx.x / 128);
   const uint32_t data = uniform(shared_address(ring.data));
@@ -109,15 +123,19 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
     const uint32_t columns = Tile::kWeightsAreRows ? tokens : weights;
     pin(sums);
     wgmma_begin();
-    // Steps further on are added to the descriptors, which are in units of 16 bytes.
-    const uint64_t a = tile_descriptor(rows);
-    const uint64_t b = tile_descriptor(columns);
+    const uint64_t first_a = tile_descriptor(rows);
+    const uint64_t first_b = tile_descriptor(columns);
+    // The compiler reads an argument of the kernel into a uniform register, as products need it. A
+    // value that it computes before the loop it would move there again for each step.
+    const uint32_t row_step = Tile::kWeightsAreRows ? kWeightStep : args.token_step;
+    const uint32_t column_step = Tile::kWeightsAreRows ? args.token_step : kWeightStep;
 #pragma unroll
-    for (int32_t step = 0; step < Tile::kSteps; ++step) {
+    for (uint32_t step = 0; step < Tile::kSteps; ++step) {
+      const uint64_t a = descriptor_behind(first_a, step * row_step);
+      const uint64_t b = descriptor_behind(first_b, step * column_step);
 #pragma unroll
       for (int32_t i = 0; i < Tile::kDepth / 16; ++i) {
-        wgmma<Tile::kColumns>(sums, a + step * (kRowStep >> 4) + i * kNext16Columns,
-                              b + step * (kColumnStep >> 4) + i * kNext16Columns);
+        wgmma<Tile::kColumns>(sums, a + i * kNext16Columns, b + i * kNext16Columns);
       }
     }
     wgmma_commit();
@@ -203,8 +221,9 @@ __device__ __forceinline__ void compute_tile(std::byte* staging, const GemmArgs&
 template <class Out, class Tile>
 __device__ __forceinline__ void compute_tile(const Ring<Tile>& ring, const GemmArgs& args,
                                              const TilePlace& place, int32_t num_blocks) {
-  compute_tile<Out, Tile>(ring.data, args, place,
-                          [&](Accumulators<Tile>& sums) { consume<Tile>(ring, num_blocks, sums); });
+  compute_tile<Out, Tile>(ring.data, args, place, [&](Accumulators<Tile>& sums) {
+    consume<Tile>(ring, args, num_blocks, sums);
+  });
 }
 
 template <class Tile>
@@ -257,8 +276,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int32_t num_blocks = num_blocks_of<Tile>(args);
   if (threadIdx.x < Tile::kConsumers) return compute_tile<Out, Tile>(ring, args, place, num_blocks);
   if (threadIdx.x == Tile::kConsumers) {
-    produce<Tile>(ring, &weight_map, &token_map, place.first_column, place.first_token, num_blocks,
-                  args.gated.up_row);
+    produce<Tile>(ring, weight_copies<Tile>(&weight_map, args, place.first_column),
+                  token_copies<Tile>(&token_map, args, place.first_token), num_blocks);
   } else {
     wait_for_predecessor();
   }

@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "common/launch.cuh"
 #include "gemm/gemm_kernel.cuh"
+#include "gemm/stage_boxes.h"
 #include "gemm/tensor_map.h"
 #include "ops/ops.h"
 
@@ -99,6 +100,8 @@ TileLaunch tile_launch(const GemmParams& p, int32_t ring_bytes, const ProductEnd
       .num_stages = num_stages,
       .stage_bytes = Tile::kSteps * (weight_bytes + block_tokens * Tile::kRowBytes),
       .block_tokens = block_tokens,
+      .copy_steps = copied_steps(p.weight.k, Tile::kSteps),
+      .token_step = static_cast<uint32_t>(block_tokens * Tile::kRowBytes / kDescriptorUnit),
       .gated = is_gated ? GatedRows{.up_row = n,
                                     .activation = activation->activation,
                                     .alpha = activation->alpha,
@@ -108,6 +111,19 @@ TileLaunch tile_launch(const GemmParams& p, int32_t ring_bytes, const ProductEnd
   const dim3 grid((p.max_rows + block_tokens - 1) / block_tokens,
                   (n + tile_columns - 1) / tile_columns);
   return {args, grid, shared_bytes, tile_columns};
+}
+
+// The map of the weights of tiles of `tile_columns` outputs along n.
+inline CUtensorMap weight_map(const WeightMatrix& w, const GemmArgs& args, int32_t tile_columns) {
+  if (args.gated.up_row != 0) {
+    return stage_map(w.data, pair_boxes(args.gated.up_row, w.k, tile_columns, args.copy_steps));
+  }
+  return stage_map(w.data, row_boxes(w.n, w.k, w.k, tile_columns, args.copy_steps));
+}
+
+inline CUtensorMap token_map(const GemmParams& p, const GemmArgs& args) {
+  return stage_map(
+      p.x, row_boxes(p.max_rows, p.weight.k, p.x_stride, args.block_tokens, args.copy_steps));
 }
 
 // A tile that may compute a product.
@@ -136,8 +152,7 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes,
   allow_ring<kernel>();
   const TileLaunch tile = tile_launch<Out, Tile>(p, ring_bytes, end);
   launch(ctx, "gemm", kernel, tile.grid, dim3(Tile::kThreads), tile.shared_bytes,
-         tensor_map(p.weight.data, p.weight.n, p.weight.k, p.weight.k, tile.tile_columns),
-         tensor_map(p.x, p.max_rows, p.weight.k, p.x_stride, tile.args.block_tokens), tile.args);
+         weight_map(p.weight, tile.args, tile.tile_columns), token_map(p, tile.args), tile.args);
 }
 
 }  // namespace paceline::cuda

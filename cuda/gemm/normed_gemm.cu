@@ -48,6 +48,7 @@ void launch_shape(CudaContext& ctx, const NormedGemmParams& p) {
                .num_stages = num_stages,
                .stage_bytes = Shape::kStageBytes,
                .block_tokens = kNormedTileRows,
+               .copy_steps = copied_steps(k, Shape::kSteps),
                .gated = is_gated ? GatedRows{.up_row = n,
                                              .activation = p.activation.activation,
                                              .alpha = p.activation.alpha,
@@ -63,7 +64,7 @@ void launch_shape(CudaContext& ctx, const NormedGemmParams& p) {
   launch(ctx, "normed_gemm", kernel, dim3(static_cast<uint32_t>((num_tiles + waves - 1) / waves)),
          dim3(Shape::kThreads),
          static_cast<size_t>(num_stages * Shape::kStageBytes + other_bytes + 1024),
-         tensor_map(product.weight.data, product.weight.n, k, k, tile_columns), args);
+         weight_map(product.weight, args.gemm, tile_columns), args);
 }
 
 template <int32_t vectors>

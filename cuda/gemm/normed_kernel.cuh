@@ -137,27 +137,18 @@ __device__ __forceinline__ void normalise_row(const NormOfRow& norm, int32_t k, 
 template <class Shape>
 __device__ __forceinline__ void request_tiles(const Ring<Shape>& ring, const CUtensorMap* map,
                                               const NormedGemmArgs& args, int32_t num_blocks) {
-  const int32_t up_row = args.gemm.gated.up_row;
-  const int32_t box_rows = up_row != 0 ? Shape::kWeights / 2 : Shape::kWeights;
+  const int32_t tile_columns = columns_of<Shape>(args.gemm);
   int32_t stage = 0;
   uint32_t parity = 1;  // the first round finds all stages empty
   for (auto tile = static_cast<int32_t>(blockIdx.x); tile < args.num_tiles;
        tile += static_cast<int32_t>(gridDim.x)) {
-    const int32_t row = tile * box_rows;
+    const auto weights = weight_copies<Shape>(map, args.gemm, tile * tile_columns);
 #pragma unroll 1
     for (int32_t block = 0; block < num_blocks; ++block) {
       uint64_t* const full = &ring.full[stage];
       barrier_wait(&ring.empty[stage], parity);
       barrier_expect(full, Shape::kStageBytes);
-#pragma unroll
-      for (int32_t step = 0; step < Shape::kSteps; ++step) {
-        std::byte* const to = ring.data + stage * Shape::kStageBytes + step * Shape::kWeightBytes;
-        const int32_t column = (block * Shape::kSteps + step) * Shape::kDepth;
-        copy_box(to, map, column, row, full, kEvictFirst);
-        if (up_row != 0) {
-          copy_box(to + Shape::kWeightBytes / 2, map, column, up_row + row, full, kEvictFirst);
-        }
-      }
+      weights.request(ring.weights(stage), block, full);
       if (++stage == ring.num_stages) {
         stage = 0;
         parity ^= 1;
@@ -207,7 +198,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
   const int32_t num_rows = min(*gemm.num_rows, gemm.max_rows);
   const bool is_gated = gemm.gated.up_row != 0;
-  const int32_t tile_columns = is_gated ? Shape::kWeights / 2 : Shape::kWeights;  // of y
+  const int32_t tile_columns = columns_of<Shape>(gemm);
   using Staged = StagedTile<__nv_bfloat16, typename Shape::Base>;
   const Staged staged = {
       reinterpret_cast<__nv_bfloat16*>(rows + gemm.k / Shape::kDepth * kTileBytes + 1024)};

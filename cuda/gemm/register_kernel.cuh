@@ -163,19 +163,6 @@ __device__ __forceinline__ void multiply_units(const typename Tile::Slots& slots
   if (sharer == 0 && num_units % Tile::kSharers == 0) turns.take(num_units - 1, sums);
 }
 
-// Requests a block of the tokens.
-template <class Tile>
-__device__ __forceinline__ void request_tokens(std::byte* tokens, const CUtensorMap* token_map,
-                                               int32_t block, int32_t first_token,
-                                               int32_t block_tokens, uint64_t* full) {
-  barrier_expect(full, static_cast<uint32_t>(Tile::kSteps * block_tokens * Tile::kRowBytes));
-#pragma unroll
-  for (int32_t step = 0; step < Tile::kSteps; ++step) {
-    copy_box(tokens + block * Tile::kBlockBytes + step * Tile::kTokenBytes, token_map,
-             (block * Tile::kSteps + step) * Tile::kDepth, first_token, full, kEvictLast);
-  }
-}
-
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     register_gemm_kernel(const __grid_constant__ CUtensorMap token_map,
@@ -222,9 +209,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (sharer == 0) return compute_tile<__nv_bfloat16, Tile>(tokens, args, place, multiply);
   wait_for_predecessor();
   if (thread % 32 == 0) {
+    const auto copies = token_copies<Tile>(&token_map, args, place.first_token);
     for (int32_t block = row_tile; block < num_blocks; block += Tile::kRowTiles) {
-      request_tokens<Tile>(tokens, &token_map, block, place.first_token, args.block_tokens,
-                           &tokens_full[block]);
+      barrier_expect(&tokens_full[block], static_cast<uint32_t>(args.stage_bytes));
+      copies.request(tokens + block * Tile::kBlockBytes, block, &tokens_full[block]);
     }
   }
   __syncwarp();

@@ -58,6 +58,16 @@ CUtensorMap tensor_map(const void* data, int32_t rows, int32_t columns, int64_t 
                    {kBoxColumns, static_cast<cuuint32_t>(box_rows)}, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+CUtensorMap stage_map(const void* data, const StageBoxes<3>& boxes) {
+  return encode<3>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, boxes.extent, boxes.pitch, boxes.box,
+                   CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+CUtensorMap stage_map(const void* data, const StageBoxes<4>& boxes) {
+  return encode<4>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, boxes.extent, boxes.pitch, boxes.box,
+                   CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
 CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
                      int64_t row_bytes, int32_t box_rows, int32_t box_bytes) {
   return encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT8, data,

@@ -5,12 +5,19 @@
 
 #include <cstdint>
 
+#include "gemm/stage_boxes.h"
+
 namespace paceline::cuda {
 
 // Describes [rows, columns] of bfloat16, rows `stride` elements apart, to the copy engine. It
 // copies boxes of box_rows x 64 to shared memory as rows of 128 bytes in the 128-byte swizzle.
 CUtensorMap tensor_map(const void* data, int32_t rows, int32_t columns, int64_t stride,
                        int32_t box_rows);
+
+// Describes an operand of bfloat16 to the copy engine, which copies boxes of it to shared memory as
+// rows of 128 bytes in the 128-byte swizzle.
+CUtensorMap stage_map(const void* data, const StageBoxes<3>& boxes);
+CUtensorMap stage_map(const void* data, const StageBoxes<4>& boxes);
 
 // Describes `matrices` matrices of [rows, row_bytes] bytes, `stride` bytes apart, to the copy
 // engine. It copies boxes of box_rows x box_bytes of one matrix to shared memory in the swizzle

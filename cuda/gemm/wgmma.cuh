@@ -139,14 +139,26 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32
   copy_box(shared_address(to), map, column, row, barrier, policy);
 }
 
-// Copies the box at (byte, row, matrix) of a three-dimensional map of bytes.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t byte,
-                                         int32_t row, int32_t matrix, uint64_t* barrier,
+// Copies the box at (column, row, outer) of a three-dimensional map.
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,
+                                         int32_t row, int32_t outer, uint64_t* barrier,
                                          uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(byte), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(policy)
+      "l"(map), "r"(column), "r"(row), "r"(outer), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Copies the box at (column, row, matrix, outer) of a four-dimensional map.
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,
+                                         int32_t row, int32_t matrix, int32_t outer,
+                                         uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(outer), "r"(shared_address(barrier)),
+      "l"(policy)
       : "memory");
 }
 
@@ -228,7 +240,17 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Added to a descriptor: the same tile 16 columns (32 bytes) further on.
-inline constexpr uint64_t kNext16Columns = 32 >> 4;
+// The bytes of a unit of descriptors.
+inline constexpr int32_t kDescriptorUnit = 16;
+
+// The same for a tile `units` behind it. Its address is in the lower half, which alone is changed:
+// an addition of 64 bits by a number that the compiler does not know takes twice the instructions.
+__device__ __forceinline__ uint64_t descriptor_behind(uint64_t descriptor, uint32_t units) {
+  const uint32_t low = static_cast<uint32_t>(descriptor) + units;
+  return (descriptor >> 32 << 32) | low;
+}
+
+// Added to a descriptor: the same tile 16 columns further on.
+inline constexpr uint64_t kNext16Columns = 32 / kDescriptorUnit;
 
 }  // namespace paceline::cuda

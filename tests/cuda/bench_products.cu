@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The products of bench_cuda_ops: plain ones, those of weights with scales, and those by expert.
+// The products of bench_cuda_ops: plain ones, gates and ups with their activation, products of
+// weights with scales, and those by expert.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/check.h"
 #include "cuda/cuda_bench.cuh"
 #include "ops/moe.h"
 #include "support/expert_arrays.h"
@@ -29,6 +32,11 @@ constexpr NamedGemm kGemms[] = {{"qwen3-8b/qkv", 6144, 4096},
                                 {"qwen3-8b/gate_up", 24576, 4096},
                                 {"qwen3-8b/down", 4096, 12288},
                                 {"qwen3-8b/lm_head", 151936, 4096, true},
+                                // of one of two ranks
+                                {"qwen3-8b/tp2/qkv", 3072, 4096},
+                                {"qwen3-8b/tp2/o", 2048, 4096},
+                                {"qwen3-8b/tp2/gate_up", 12288, 4096},
+                                {"qwen3-8b/tp2/down", 2048, 12288},
                                 {"gemma3-27b/qkv", 8192, 5376},
                                 {"gemma3-27b/o", 5376, 4096},
                                 {"gemma3-27b/gate_up", 43008, 5376},
@@ -43,6 +51,9 @@ constexpr NamedGemm kGemms[] = {{"qwen3-8b/qkv", 6144, 4096},
                                 {"gpt-oss-20b/o", 2880, 4096},
                                 {"gpt-oss-20b/router", 32, 2880},
                                 {"gpt-oss-20b/lm_head", 201088, 2880, true}};
+// Products that end in the activation.
+constexpr NamedGemm kActivatedGemms[] = {{"qwen3-8b/gate_up", 24576, 4096},
+                                         {"qwen3-8b/tp2/gate_up", 12288, 4096}};
 constexpr int32_t kGemmRows[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048};
 constexpr int32_t kMostRowsInTbs = 64;  // above, arithmetic bounds
 
@@ -68,16 +79,28 @@ class Points {
   std::string rates_;
 };
 
-void bench_gemms(Bench& bench) {
+OpInstance make_plain(const NamedGemm& shape, const Rows& rows) {
+  const GemmSpec spec{
+      .n = shape.n, .k = shape.k, .y_dtype = shape.is_lm_head ? DType::kFloat32 : DType::kBFloat16};
+  return make_gemm(spec, rows, 1);
+}
+
+OpInstance make_activated(const NamedGemm& shape, const Rows& rows) {
+  return make_activated_gemm({.intermediate = shape.n / 2, .k = shape.k}, rows, 1);
+}
+
+// op: its name, with which those of the products begin.
+void bench_gemms(Bench& bench, const char* op, std::span<const NamedGemm> shapes,
+                 OpInstance (*make)(const NamedGemm&, const Rows&)) {
   bool has_header = false;
-  for (const NamedGemm& shape : kGemms) {
-    const std::string name = std::string("gemm/") + shape.name;
+  for (const NamedGemm& shape : shapes) {
+    const std::string name = concat(op, "/", shape.name);
     if (!bench.wants(name)) continue;
     if (!has_header) {
       std::printf(
-          "gemm, bfloat16, cold weights; below us: TB/s of weights to %d rows, then "
+          "%s, bfloat16, cold weights; below us: TB/s of weights to %d rows, then "
           "TFLOP/s\n%-20s",
-          kMostRowsInTbs, "rows");
+          op, kMostRowsInTbs, "rows");
       for (const int32_t m : kGemmRows) std::printf("%8d", m);
       std::printf("\n");
       has_header = true;
@@ -85,10 +108,7 @@ void bench_gemms(Bench& bench) {
     Points points;
     for (const int32_t m : kGemmRows) {
       if (shape.is_lm_head && m > 256) continue;  // no batch has that many logit rows
-      const GemmSpec spec{.n = shape.n,
-                          .k = shape.k,
-                          .y_dtype = shape.is_lm_head ? DType::kFloat32 : DType::kBFloat16};
-      const double us = bench.cold_us(make_gemm(spec, first_rows(m, m), 1), "weight");
+      const double us = bench.cold_us(make(shape, first_rows(m, m)), "weight");
       const bool is_bytes = m <= kMostRowsInTbs;
       const double elements = static_cast<double>(shape.n) * shape.k;
       const double rate = (is_bytes ? 2.0 * elements : 2.0 * elements * m) / us * 1e-6;
@@ -304,7 +324,8 @@ void bench_scaled(Bench& bench) {
 }  // namespace
 
 void bench_products(Bench& bench) {
-  bench_gemms(bench);
+  bench_gemms(bench, "gemm", kGemms, make_plain);
+  bench_gemms(bench, "activated_gemm", kActivatedGemms, make_activated);
   bench_scaled(bench);
 }
 

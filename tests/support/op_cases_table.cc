@@ -38,6 +38,7 @@ void add_gemms(TableBuilder& table) {
   add({97, 72, {kB}, kB}, true);
   add({100, 40, {kB}, kB, false, 4096, 5000}, false);
   add({130, 136, {kB}, kB, true}, false);
+  add({200, 192, {kB}, kB, true, 8, 1}, true);
   add({256, 256, {kB}, kF}, false);
   add({1000, 640, {kB}, kB, true}, false);
   add({1536, 640, {kB}, kB}, true);
@@ -146,6 +147,7 @@ void add_activated_gemms(TableBuilder& table) {
   add({1000, 640, Activation::kSwigluOai, {kB}, /*has_bias=*/true}, false);
   add({1536, 640, Activation::kClampedSilu, {kB}}, true);
   add({6144, 512, Activation::kSilu, {kB}}, true);
+  add({4264, 192, Activation::kSilu, {kB}}, true);
   add({100, 64, Activation::kSilu, {DType::kFloat32}}, false);
   add({320, 288, Activation::kSilu, {kB, WeightFormat::kFp8, 128, 128}}, false);
 }
@@ -183,6 +185,7 @@ void add_added_gemms(TableBuilder& table) {
   add({33, 64, {kB}}, false);
   add({2888, 136, {kB}, /*has_bias=*/true}, true);
   add({4096, 256, {kB}}, true);
+  add({4008, 192, {kB}}, true);
   add({12288, 128, {kB}}, true);
   add({100, 64, {DType::kFloat32}}, false);
   add({320, 288, {kB, WeightFormat::kMxfp4}}, false);
