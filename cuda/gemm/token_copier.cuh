@@ -26,13 +26,14 @@ class TokenCopier {
   __device__ __forceinline__ TokenCopier(const __nv_bfloat16* x, int64_t stride,
                                          const int32_t* x_rows, int32_t k, const ExpertTile& tile,
                                          int32_t thread)
-      : x_(x), stride_(static_cast<int32_t>(stride)), k_(k), piece_(thread % 16) {
+      : x_(reinterpret_cast<const std::byte*>(x)), k_(k), piece_(thread % 16) {
     const int32_t first = thread / 16;
+    num_rows_ = (tile.num_rows - first + kRowStep - 1) / kRowStep;
 #pragma unroll
     for (int32_t i = 0; i < kRows; ++i) {
-      const int32_t row = first + i * kRowStep;
-      const int32_t of_y = tile.first_row + row;
-      sources_[i] = row >= tile.num_rows ? -1 : x_rows != nullptr ? x_rows[of_y] : of_y;
+      const int32_t of_y = tile.first_row + first + i * kRowStep;
+      const int64_t row = i >= num_rows_ ? 0 : x_rows != nullptr ? x_rows[of_y] : of_y;
+      sources_[i] = static_cast<uint32_t>(row * stride * 2 + piece_ * 16);
     }
 #pragma unroll
     for (int32_t i = 0; i < kPatterns; ++i) {
@@ -43,18 +44,16 @@ class TokenCopier {
 
   // `to`: the shared address of the stage's tokens.
   __device__ __forceinline__ void copy(uint32_t to, int32_t block) const {
-    const int32_t column = block * Shape::kStageDepth + piece_ * 8;
-    const bool is_inside = column < k_;
+    const bool is_inside = block * Shape::kStageDepth + piece_ * 8 < k_;
     const uint32_t tile = to + static_cast<uint32_t>(piece_ / 8 * Shape::kTokenBytes);
-    const __nv_bfloat16* const from = x_ + (is_inside ? column : 0);
+    // The same for all lanes, which need no 64-bit arithmetic of their own. Beyond K nothing is
+    // read.
+    const std::byte* const from = x_ + int64_t{block} * (Shape::kStageDepth * 2);
 #pragma unroll
     for (int32_t i = 0; i < kRows; ++i) {
-      int32_t source = sources_[i];
-      // Keeps the compiler from holding the products below in registers.
-      asm volatile("" : "+r"(source));
-      if (source < 0) continue;
+      if (i >= num_rows_) continue;
       const uint32_t at = patterns_[i % kPatterns] + static_cast<uint32_t>(i * kRowStep * 128);
-      cp_async_16(tile + at, from + int64_t{source} * stride_, is_inside);
+      cp_async_16(tile + at, from + sources_[i], is_inside);
     }
   }
 
@@ -64,11 +63,11 @@ class TokenCopier {
   static constexpr int32_t kPatterns = 8 / kRowStep;
   static_assert(kRows * kRowStep == Shape::kTokens && kPatterns * kRowStep == 8);
 
-  const __nv_bfloat16* x_;
-  int32_t stride_;
+  const std::byte* x_;
   int32_t k_;
   int32_t piece_;
-  int32_t sources_[kRows];  // rows of x; -1: none
+  int32_t num_rows_;         // of this thread
+  uint32_t sources_[kRows];  // bytes from x; what is not a row has any value
   // Where the pieces of the first rows lie. Those kPatterns rows further on are in the same order.
   uint32_t patterns_[kPatterns];
 };
