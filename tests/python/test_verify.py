@@ -77,8 +77,12 @@ BAD: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "input": (("inputs", "text"), "a", "inputs is"),
     "token beyond": (("inputs", "prompt"), [10**6], "1000000"),
     "too long": (("inputs", "prompt"), [5] * 5000, "max_model_len"),
-    "another config": (("model", "config"), "0" * 64, "another model: its config"),
-    "tokenizer": (("model", "tokenizer"), None, "another model: its tokenizer"),
+    "another config": (
+        ("model", "config"),
+        "0" * 64,
+        "another model: its digest of the configuration",
+    ),
+    "tokenizer": (("model", "tokenizer"), None, "another model: its digest of the tokenizer"),
     "another dtype": (("model", "dtype"), "bfloat16", "give --dtype bfloat16"),
 }
 
@@ -141,6 +145,10 @@ def test_inputs_are_found_by_digest(receipt_llm: LLM) -> None:
     assert "allowed_token_ids is not given" in str(
         verdict_of(receipt_llm, receipt, inputs=inputs).error
     )
+    # Those of another request do not pass for missing ones.
+    inputs = Inputs([{"prompt": [5, 6], "bad_words": [[9], [8, 7]], "allowed_token_ids": [4]}])
+    error = str(verdict_of(receipt_llm, receipt, inputs=inputs).error)
+    assert "of another prompt and another allowed_token_ids than the one that is given" in error
     assert verdict_of(receipt_llm, receipt, inputs=Inputs([whole["inputs"]])).verdict == "equal"
     with raises(ReceiptError, "inputs is", "allowed: an object"):
         Inputs([[1, 2]])
