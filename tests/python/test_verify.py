@@ -214,6 +214,39 @@ def test_generate_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_a_bar_counts_the_receipts(
+    receipt_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[tuple[int, bool, list[int]]] = []
+
+    class Bar:
+        def __init__(self, total: int, *_: str, is_shown: bool) -> None:
+            self.updates: list[int] = []
+            bars.append((total, is_shown, self.updates))
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, count: int) -> None:
+            self.updates.append(count)
+
+    monkeypatch.setattr("paceline.commands.verify.progress_bar", Bar)
+    line = shown(receipt_of(receipt_llm))
+    path = tmp_path / "receipts.jsonl"
+    # One in ten is cut off: the bar counts what is refused, too.
+    path.write_text("".join(f"{line[:90] if i % 10 == 0 else line}\n" for i in range(300)))
+    verifying = ["verify", str(path), "--model", str(target_dir())]
+    assert cli.main(verifying) == EXIT_UNVERIFIED
+    assert cli.main([*verifying, "--quiet"]) == EXIT_UNVERIFIED
+    assert [(total, is_shown, sum(updates)) for total, is_shown, updates in bars] == [
+        (300, True, 300),
+        (300, False, 300),
+    ]
+
+
 def test_verify_reads_standard_input(receipt_llm: LLM) -> None:
     command = [sys.executable, "-m", "paceline", "verify", "-", "--model", str(target_dir())]
     receipt = shown(receipt_of(receipt_llm))
