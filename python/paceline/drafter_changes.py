@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,19 @@ from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import check_before_loading
 from paceline.weights import named_tensors, renewed, reopen
 
+_logger = logging.getLogger("paceline")
+
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | None
+
+
+def log_drafter(speculative: SpeculativeConfig | None, draft: LoadedModel | None) -> None:
+    """Logs what drafts from now on."""
+    if speculative is None:
+        _logger.info("no drafter: decoding is plain")
+    elif draft is None:
+        _logger.info("the drafter is the method %r", speculative.method)
+    else:
+        _logger.info("the drafter is %s, method %r", draft.path, speculative.method)
 
 
 def with_drafter_facts(

@@ -17,7 +17,7 @@ from paceline.checks import shorten
 from paceline.config import EngineConfig
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
-from paceline.drafter_changes import with_drafter_facts
+from paceline.drafter_changes import log_drafter, with_drafter_facts
 from paceline.loader import LoadedModel
 from paceline.metrics import Metric, metrics
 from paceline.prompt_values import check_layers, patient_hidden_states
@@ -72,7 +72,7 @@ class RunningEngine:
         if draft is not None:
             assert speculative is not None
             speculative = with_drafter_facts(target, draft, speculative)
-            _logger.info("the drafter is %s, method %r", draft.path, speculative.method)
+            log_drafter(speculative, draft)
         for model in (target,) if draft is None else (target, draft):
             for note in model.notes:
                 _logger.info("%s: %s", model.path, note)

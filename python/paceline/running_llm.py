@@ -15,7 +15,7 @@ from paceline.chat_template import ChatTemplates
 from paceline.checks import check_bool, check_unknown
 from paceline.default_params import default_params
 from paceline.dispatcher import Dispatcher
-from paceline.drafter_changes import load_for, update_drafter
+from paceline.drafter_changes import load_for, log_drafter, update_drafter
 from paceline.loader import LoadedModel
 from paceline.outputs import RequestError, RequestOutput
 from paceline.progress import progress_bar
@@ -380,6 +380,7 @@ class RunningLLM(RunningEngine):
             self.speculative_config, self.draft = speculative, loaded
             methods = () if speculative is None else speculative.methods
             self._requests.set_drafter(methods, self._num_speculative_tokens or 0)
+            log_drafter(speculative, loaded)
 
     def update_drafter(self, state_dict: Mapping[str, Any]) -> None:
         """Replaces the weights of the drafter in place, between two iterations, while requests run.

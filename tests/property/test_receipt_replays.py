@@ -180,7 +180,7 @@ def test_one_bit_of_the_weights_is_another_model(asked: list[Asked], tmp_path: P
         with LLM(folder, max_num_seqs=2, device="cpu", show_progress=False) as llm:
             (verdict,) = verdicts_of(llm, [one.receipt], [one.inputs])
             assert verdict.verdict == "refused", f"seed {SEED}: {verdict}"
-            assert "another model: its weights" in str(verdict.error)
+            assert "another model: its digest of the weights" in str(verdict.error)
             (verdict,) = verdicts_of(llm, [one.receipt], [one.inputs], any_model=True)
             params = one.alone(max_tokens=len(one.tokens))
             tokens = llm.generate([one.prompt], params)[0].outputs[0].token_ids
@@ -189,6 +189,6 @@ def test_one_bit_of_the_weights_is_another_model(asked: list[Asked], tmp_path: P
         if differing is None and verdict.position is not None:
             differing = min(len(one.tokens), len(tokens))
         assert verdict.position == differing, f"seed {SEED}: {verdict}"
-        assert any("weights differs" in note for note in verdict.notes)
+        assert any(note.startswith("the digest of the weights of") for note in verdict.notes)
         num_different += differing is not None
     assert num_different > 0

@@ -216,3 +216,5 @@ def test_options_of_the_server(
     assert cli.main([*argv, "--capture-max-bytes", "1000"]) != 0
     error = capsys.readouterr().err
     assert "--capture-max-bytes is 1000; allowed: an integer from 1048576" in error
+    assert cli.main(["serve", "--port", "0", "--capture-max-bytes", "2000000"]) != 0
+    assert "--capture-max-bytes is given without --capture" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM
+from paceline.demo import find_demo
 from paceline.loader import load_drafter
 from running_server import RunningServer, open_demo
 from time_limits import HANG_LIMIT_S
@@ -42,7 +44,10 @@ def message(answer: tuple[int, Any], status: int) -> str:
     return str(answer[1]["error"]["message"])
 
 
-def test_texts_do_not_change_and_figures_go_on(server: RunningServer) -> None:
+def test_texts_do_not_change_and_figures_go_on(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "paceline")
     draft = server.llm.draft
     assert draft is not None
     expected = server.result("/v1/completions", BODY, headers=KEY)["choices"][0]["text"]
@@ -74,6 +79,10 @@ def test_texts_do_not_change_and_figures_go_on(server: RunningServer) -> None:
     for thread in threads:
         thread.join(HANG_LIMIT_S)
     assert len(texts) >= 3 and set(texts) == {expected}
+    # The log says each time what drafts.
+    lines = [record.message for record in caplog.records if record.module == "drafter_changes"]
+    told = ["the drafter is the method 'ngram'", "no drafter: decoding is plain"]
+    assert lines == [*told, f"the drafter is {draft.path}, method 'draft_model'"] * 3
 
 
 def test_refusals(server: RunningServer, llm: LLM, tmp_path: Path) -> None:
@@ -92,6 +101,11 @@ def test_refusals(server: RunningServer, llm: LLM, tmp_path: Path) -> None:
         ),
     ):
         assert text in message(server.ask("/v1/drafter", body, headers=KEY), 400)
+    # A drafter that is a model of its own, but for another target.
+    other = find_demo("gemma4_mtp").speculative_config()
+    status, answer = server.ask("/v1/drafter", {"speculative_config": other}, headers=KEY)
+    assert status == 400 and "made for another target" in answer["error"]["message"]
+    assert answer["error"]["param"] == "speculative_config"
     status, _ = server.ask("/v1/drafter", method="GET", headers=KEY)
     assert status == 405
     assert llm.speculative_config is before

@@ -77,8 +77,12 @@ BAD: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "input": (("inputs", "text"), "a", "inputs is"),
     "token beyond": (("inputs", "prompt"), [10**6], "1000000"),
     "too long": (("inputs", "prompt"), [5] * 5000, "max_model_len"),
-    "another config": (("model", "config"), "0" * 64, "another model: its config"),
-    "tokenizer": (("model", "tokenizer"), None, "another model: its tokenizer"),
+    "another config": (
+        ("model", "config"),
+        "0" * 64,
+        "another model: its digest of the configuration",
+    ),
+    "tokenizer": (("model", "tokenizer"), None, "another model: its digest of the tokenizer"),
     "another dtype": (("model", "dtype"), "bfloat16", "give --dtype bfloat16"),
 }
 
@@ -141,6 +145,10 @@ def test_inputs_are_found_by_digest(receipt_llm: LLM) -> None:
     assert "allowed_token_ids is not given" in str(
         verdict_of(receipt_llm, receipt, inputs=inputs).error
     )
+    # Those of another request do not pass for missing ones.
+    inputs = Inputs([{"prompt": [5, 6], "bad_words": [[9], [8, 7]], "allowed_token_ids": [4]}])
+    error = str(verdict_of(receipt_llm, receipt, inputs=inputs).error)
+    assert "of another prompt and another allowed_token_ids than the one that is given" in error
     assert verdict_of(receipt_llm, receipt, inputs=Inputs([whole["inputs"]])).verdict == "equal"
     with raises(ReceiptError, "inputs is", "allowed: an object"):
         Inputs([[1, 2]])
@@ -204,6 +212,39 @@ def test_generate_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert verdicts[4]["name"] == f"{path}:5" and "cut off" in verdicts[4]["error"]
     assert cli.main([*verifying, "-q"]) == EXIT_DIFFERENT
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_bar_counts_the_receipts(
+    receipt_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[tuple[int, bool, list[int]]] = []
+
+    class Bar:
+        def __init__(self, total: int, *_: str, is_shown: bool) -> None:
+            self.updates: list[int] = []
+            bars.append((total, is_shown, self.updates))
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, count: int) -> None:
+            self.updates.append(count)
+
+    monkeypatch.setattr("paceline.commands.verify.progress_bar", Bar)
+    line = shown(receipt_of(receipt_llm))
+    path = tmp_path / "receipts.jsonl"
+    # One in ten is cut off: the bar counts what is refused, too.
+    path.write_text("".join(f"{line[:90] if i % 10 == 0 else line}\n" for i in range(300)))
+    verifying = ["verify", str(path), "--model", str(target_dir())]
+    assert cli.main(verifying) == EXIT_UNVERIFIED
+    assert cli.main([*verifying, "--quiet"]) == EXIT_UNVERIFIED
+    assert [(total, is_shown, sum(updates)) for total, is_shown, updates in bars] == [
+        (300, True, 300),
+        (300, False, 300),
+    ]
 
 
 def test_verify_reads_standard_input(receipt_llm: LLM) -> None:

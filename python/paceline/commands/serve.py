@@ -12,7 +12,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.background_log import BackgroundHandler, start_background_log
-from paceline.capture import MAX_MAX_BYTES, MIN_MAX_BYTES, Capture
+from paceline.capture import DEFAULT_MAX_BYTES, MAX_MAX_BYTES, MIN_MAX_BYTES, Capture
 from paceline.checks import check_finite, check_int, check_path, check_text, shorten
 from paceline.commands.flags import MAX_REPLICAS, add_command
 from paceline.commands.options import model_arguments
@@ -148,9 +148,14 @@ def check_options(args: argparse.Namespace) -> None:
                 f"--capture-hidden-layers is given with --replicas {args.replicas}; allowed: "
                 "hidden states of one engine, in the server's process"
             )
-    elif args.capture_hidden_layers is not None:
-        raise ValueError("--capture-hidden-layers is given without --capture; allowed: both")
-    check_int("--capture-max-bytes", args.capture_max_bytes, MIN_MAX_BYTES, MAX_MAX_BYTES)
+        if args.capture_max_bytes is None:
+            args.capture_max_bytes = DEFAULT_MAX_BYTES
+        check_int("--capture-max-bytes", args.capture_max_bytes, MIN_MAX_BYTES, MAX_MAX_BYTES)
+    else:
+        for name in ("capture_max_bytes", "capture_hidden_layers"):
+            if getattr(args, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is given without --capture; allowed: both")
     for name, least in (("read_timeout", 0.001), ("drain_timeout", 0.0)):
         option, value = "--" + name.replace("_", "-"), getattr(args, name)
         allowed = f"seconds from {least:g} to {_MAX_TIMEOUT_S}"

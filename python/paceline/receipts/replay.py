@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput
 
-_NAMES: Final = {"template": "chat template"}  # of MODEL, in messages
+#: Of MODEL, in messages.
+_NAMES: Final = {
+    "weights": "digest of the weights",
+    "config": "digest of the configuration",
+    "tokenizer": "digest of the tokenizer",
+    "template": "chat template",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +125,14 @@ class Inputs:
             ReceiptError: One of them is malformed.
         """
         self._values: dict[str, Any] = {}
+        self._names: set[str] = set()
         for one in given:
             self.add(one)
 
     def add(self, inputs: Any) -> None:
         """Adds values by name; raises ReceiptError if they are malformed."""
-        for value in check_inputs(inputs).values():
+        for name, value in check_inputs(inputs).items():
+            self._names.add(name)
             self._values[digest(value)] = value
 
     def of(self, receipt: Receipt) -> dict[str, Any]:
@@ -141,11 +149,18 @@ class Inputs:
             name: known[value] for name, value in digests.items() if value in known
         } | own
         missing = [name for name in missing_inputs(receipt, known) if name not in own]
+        absent = [name for name in missing if name not in self._names]
+        if absent:
+            raise ReceiptError(
+                f"the receipt has only digests of its inputs, and {', '.join(absent)} "
+                f"{'is' if len(absent) == 1 else 'are'} not given beside it; give them with "
+                "--inputs FILE or --prompt TEXT, or ask for a receipt with text"
+            )
         if missing:
             raise ReceiptError(
-                f"the receipt has only digests of its inputs, and {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not given beside it; give them with "
-                "--inputs FILE or --prompt TEXT, or ask for a receipt with text"
+                f"the receipt is of another {' and another '.join(missing)} than the one that is "
+                "given beside it: the digests differ; give the very tokens with --inputs FILE, or "
+                "the very text with --prompt TEXT, or ask for a receipt with text"
             )
         return found
 
@@ -228,7 +243,7 @@ class _ModelCheck:
             ours["weights"] = self._memory_digest
         differing = [key for key in MODEL if theirs[key] != ours[key]]
         notes = [
-            f"its {_NAMES.get(key, key)} differs from that of {self._llm.target.path}"
+            f"the {_NAMES.get(key, key)} of {self._llm.target.path} is another one"
             for key in differing
         ]
         refused = [key for key in differing if key != "template"]
@@ -238,9 +253,9 @@ class _ModelCheck:
             if refused == ["dtype"]:
                 cure = f"give --dtype {theirs['dtype']}"
             raise ReceiptError(
-                f"the receipt is of another model: its {key} is {shorten(theirs[key], 80)}, that "
-                f"of {self._llm.target.path} is {shorten(ours[key], 80)}; {cure}, or --any-model "
-                "to see where the tokens differ"
+                f"the receipt is of another model: its {_NAMES.get(key, key)} is "
+                f"{shorten(theirs[key], 80)}, that of {self._llm.target.path} is "
+                f"{shorten(ours[key], 80)}; {cure}, or --any-model to see where the tokens differ"
             )
         for key, what in (("device", "device class"), ("runtime", "version of Paceline")):
             if receipt[key] != self._facts[key]:

@@ -58,15 +58,15 @@ async def set_drafter(service: Service, config: SpeculativeConfig | None) -> dic
         The JSON of the response: what drafts now.
 
     Raises:
-        ApiError: 409: another change is under way; 400: the drafter cannot be found or loaded; 502:
-            the hub cannot be reached.
+        ApiError: 409: another change is under way; 400: the drafter cannot be found or loaded, or
+            does not fit; 502: the hub cannot be reached.
         Exception: As for `LLM.set_drafter`.
     """
     try:
         await service.allm.set_drafter(config, show_progress=False)
     except BusyError as error:
         raise ApiError(409, str(error), code="busy") from None
-    except (ModelNotFoundError, ModelFileError) as error:
+    except (ModelNotFoundError, ModelFileError, ValueError) as error:
         raise ApiError(400, str(error), param="speculative_config") from None
     except ConnectionError as error:
         raise ApiError(502, str(error)) from None
