@@ -216,9 +216,19 @@ TEST(Int4Emulation, HasTheBitsOfThePlainWeights) {
 TEST(Nvfp4Emulation, HasTheBitsOfThePlainWeights) {
   TRACE_SEED();
   expect_plain_bits_of_experts(WeightFormat::kNvfp4);
-  for (const int32_t k : {32, 64, 96, 384, 1312}) {
-    const GemmSpec spec = {.n = 130, .k = k, .weight = {.format = WeightFormat::kNvfp4}};
-    expect_plain_bits(make_gemm, spec, "k " + std::to_string(k));
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const WeightSpec weight = {.dtype = dtype, .format = WeightFormat::kNvfp4};
+    for (const int32_t k : {32, 64, 96, 384, 1312}) {
+      const GemmSpec spec = {.n = 130, .k = k, .weight = weight, .y_dtype = dtype};
+      expect_plain_bits(make_gemm, spec, weight_suffix(weight) + ", k " + std::to_string(k));
+    }
+    // A launch for both groups, and one for each.
+    for (const int32_t rows : {128, 48}) {
+      const GemmSpec spec = {
+          .n = 2 * rows, .k = 96, .weight = weight, .y_dtype = dtype, .num_groups = 2};
+      expect_plain_bits(make_gemm, spec,
+                        weight_suffix(weight) + ", groups of " + std::to_string(rows));
+    }
   }
 }
 
