@@ -193,6 +193,7 @@ void add_added_gemms(TableBuilder& table) {
   add({12288, 128, {kB}}, true);
   add({100, 64, {DType::kFloat32}}, false);
   add({320, 288, {kB, WeightFormat::kMxfp4}}, false);
+  add({320, 288, {kB, WeightFormat::kNvfp4}}, false);
 }
 
 void add_element_ops(TableBuilder& table) {
