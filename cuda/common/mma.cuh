@@ -53,6 +53,15 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
   return words;
 }
 
+__device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
+  uint2 words;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "r"(from)
+               : "memory");
+  return words;
+}
+
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
   uint32_t word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");

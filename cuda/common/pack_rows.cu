@@ -8,6 +8,8 @@
 
 #include "common/pack_rows.h"
 
+#include <cuda_bf16.h>
+
 #include "base/check.h"
 #include "common/status.h"
 
@@ -136,6 +138,36 @@ struct Packing<PackedKind::kInt4Scales> : ScalePacking<PackedKind::kInt4Scales> 
     const uint8_t* const low = tile + unit * pitch;
     const uint8_t* const high = low + 8 * pitch;
     return low[0] | uint32_t{low[1]} << 8 | uint32_t{high[0]} << 16 | uint32_t{high[1]} << 24;
+  }
+};
+
+// The scales of kNvfp4 become lines: a unit has those of 16 columns of rows g and g + 8.
+template <>
+struct Packing<PackedKind::kNvfp4Scales> {
+  static constexpr int32_t kTileRowBytes = packed_tile(PackedKind::kNvfp4Scales).row_bytes;
+  static constexpr int32_t kTileBytes = packed_tile(PackedKind::kNvfp4Scales).bytes();
+  static constexpr int32_t kChunkBytes = 128;
+  static constexpr int32_t kWords = 2;  // slopes, offsets
+  static constexpr int32_t kUnits = 32;
+
+  __device__ __forceinline__ static int32_t group(int32_t unit) { return unit / 4; }
+  __device__ __forceinline__ static uint32_t low_bits(int32_t) { return 0x0000ffffu; }
+  __device__ __forceinline__ static uint32_t word(const uint8_t* tile, int32_t pitch, int32_t unit,
+                                                  int32_t word) {
+    const uint8_t* const low = tile + group(unit) * pitch + unit % 4 * 4;
+    return bits_of_line(low, word) | bits_of_line(low + 8 * pitch, word) << 16;
+  }
+
+ private:
+  __device__ __forceinline__ static float rounded(float value) {
+    return __bfloat162float(__float2bfloat16_rn(value));
+  }
+  // The bfloat16 slope (word 0) or offset (word 1) of a scale. No operation on them rounds.
+  __device__ __forceinline__ static uint32_t bits_of_line(const uint8_t* scale, int32_t word) {
+    const float value = *reinterpret_cast<const float*>(scale);
+    const float of_1 = rounded(value);
+    const float slope = 2.0f * (rounded(1.5f * value) - of_1);
+    return __float_as_uint(word == 0 ? slope : of_1 - slope) >> 16;
   }
 };
 
@@ -318,6 +350,9 @@ void pack_rows(cudaStream_t stream, const PackedTensor& to, int64_t first, int64
       break;
     case PackedKind::kInt4Scales:
       launch_pack<PackedKind::kInt4Scales>(stream, to, first, count, from);
+      break;
+    case PackedKind::kNvfp4Scales:
+      launch_pack<PackedKind::kNvfp4Scales>(stream, to, first, count, from);
       break;
   }
   check(cudaGetLastError(), "packing weights");

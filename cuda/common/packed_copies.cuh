@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_weights_4(uint32_t to, const void* from, ui
 #endif
 }
 
-// Copies `bytes` of 16 (of 4) bytes of weights; the others become zero.
+// Copies `bytes` of 16 (of 8, of 4) bytes of weights; the others become zero.
 __device__ __forceinline__ void copy_or_zero_16(uint32_t to, const void* from, uint32_t bytes,
                                                 uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
@@ -38,6 +38,17 @@ __device__ __forceinline__ void copy_or_zero_16(uint32_t to, const void* from, u
                : "memory");
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_or_zero_8(uint32_t to, const void* from, uint32_t bytes,
+                                               uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2, %3;" ::"r"(to),
+               "l"(from), "r"(bytes), "l"(policy)
+               : "memory");
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 #endif
 }

@@ -32,10 +32,9 @@ void launch_any_format(CudaContext& ctx, const ExpertGemmParams& p, const Produc
       return launch_expert_gemm<WeightFormat::kMxfp4>(ctx, p, call);
     case WeightFormat::kInt4:
       return launch_expert_gemm<WeightFormat::kInt4>(ctx, p, call);
-    case WeightFormat::kNvfp4:  // is refused with the description
-      break;
+    case WeightFormat::kNvfp4:
+      return launch_expert_gemm<WeightFormat::kNvfp4>(ctx, p, call);
   }
-  PACELINE_CHECK(false, "no kernel multiplies with nvfp4");
 }
 
 }  // namespace cuda

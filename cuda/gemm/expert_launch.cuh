@@ -39,7 +39,7 @@ inline ScaleArgs scale_args(const ExpertMatrices& matrices) {
   if (w.format == WeightFormat::kMxfp4) {
     args.columns = w.k / kMxfp4Columns;
     args.use = ScaleUse::kValues;
-  } else if (w.format == WeightFormat::kInt4) {
+  } else if (w.format == WeightFormat::kInt4 || w.format == WeightFormat::kNvfp4) {
     args.columns = static_cast<int32_t>(w.num_scale_cols());
     args.use = ScaleUse::kValues;
   } else if (w.format == WeightFormat::kFp8) {

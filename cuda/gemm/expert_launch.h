@@ -38,6 +38,9 @@ template <>
 void launch_expert_gemm<WeightFormat::kMxfp4>(CudaContext&, const ExpertGemmParams&,
                                               const ProductCall&);
 template <>
+void launch_expert_gemm<WeightFormat::kNvfp4>(CudaContext&, const ExpertGemmParams&,
+                                              const ProductCall&);
+template <>
 void launch_expert_gemm<WeightFormat::kInt4>(CudaContext&, const ExpertGemmParams&,
                                              const ProductCall&);
 

@@ -51,8 +51,13 @@ __device__ __forceinline__ float weight_value(const std::byte* matrix, const std
   } else {
     const auto byte = static_cast<uint32_t>(reinterpret_cast<const uint8_t*>(matrix)[at / 2]);
     const uint32_t bits = column % 2 == 0 ? byte & 0xf : byte >> 4;
-    const float value =
-        __uint_as_float((bits & 8) << 28 | (bits & 7) << 22) * PackedElements<format>::kPower;
+    const float value = __uint_as_float((bits & 8) << 28 | (bits & 7) << 22) *
+                        PackedElements<WeightFormat::kMxfp4>::kPower;
+    if constexpr (format == WeightFormat::kNvfp4) {
+      const float scale = reinterpret_cast<const float*>(
+          scales)[int64_t{row} * args.columns + column / kNvfp4Columns];
+      return __bfloat162float(__float2bfloat16_rn(value * scale));
+    }
     const uint32_t scale =
         reinterpret_cast<const uint8_t*>(scales)[int64_t{row} * args.columns + column / 32];
     return value * __uint_as_float(scale == 0 ? 1u << 22 : scale << 23);
@@ -150,10 +155,9 @@ void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const Produc
       return launch_float_format<WeightFormat::kMxfp4>(ctx, p, call);
     case WeightFormat::kInt4:
       return launch_float_format<WeightFormat::kInt4>(ctx, p, call);
-    case WeightFormat::kNvfp4:  // is refused with the description
-      break;
+    case WeightFormat::kNvfp4:
+      return launch_float_format<WeightFormat::kNvfp4>(ctx, p, call);
   }
-  PACELINE_CHECK(false, "no kernel multiplies with nvfp4");
 }
 
 }  // namespace paceline::cuda

@@ -58,6 +58,9 @@ GemmParams group_of(const GemmParams& all, int32_t group) {
     }
   } else if (w.format == WeightFormat::kMxfp4) {
     w.scales += w.is_packed() ? tiles * kPackedScaleBytes : first * w.num_scale_cols();
+  } else if (w.format == WeightFormat::kNvfp4) {
+    w.scales += w.is_packed() ? tiles * kPackedNvfp4ScaleBytes
+                              : first * w.num_scale_cols() * static_cast<int64_t>(sizeof(float));
   }
   p.x = static_cast<const std::byte*>(all.x) + int64_t{group} * w.k * dtype_bytes(all.x_dtype);
   if (all.bias != nullptr) p.bias = all.bias + first;

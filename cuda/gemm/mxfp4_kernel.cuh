@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Products y = x W_e^T of few rows with packed mxfp4 weights, e being the expert of the rows: like
-// narrow_kernel.cuh, with the same bits, in fewer instructions, for products that have many warps
-// on each multiprocessor and so are bound by their instructions.
+// Products y = x W_e^T of few rows with packed mxfp4 or nvfp4 weights, e being the expert of the
+// rows: like narrow_kernel.cuh, with the same bits, in fewer instructions, for products that have
+// many warps on each multiprocessor and so are bound by their instructions.
 //
 // Every warp computes 16 * kRowTiles rows of weights with all tokens of its block, by `mma.sync`.
 //
@@ -13,13 +13,14 @@
 //   exist are copied; the others are stale, and so are only outputs that are not written. A row is
 //   16 bytes longer than its columns: so eight rows lie in different banks, and an address is a
 //   lane's own one plus a constant.
-// - A scale too large for one multiplication is rare: the warp notices it at the end, and the block
-//   computes its tile again with two.
+// - A scale of mxfp4 too large for one multiplication is rare: the warp notices it at the end, and
+//   the block computes its tile again with two.
 
 #include <cuda_bf16.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -27,6 +28,7 @@
 #include "common/reduce.cuh"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/narrow_kernel.cuh"
+#include "gemm/nvfp4_elements.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_elements.cuh"
 
@@ -34,9 +36,10 @@ namespace paceline::cuda {
 
 // `warps` of 16 * row_tiles rows of weights by at most 8 * token_tiles tokens. `blocks` of a
 // multiprocessor must have enough registers.
-template <int32_t row_tiles, int32_t token_tiles, int32_t warps, int32_t blocks, int32_t slots = 4>
+template <int32_t row_tiles, int32_t token_tiles, int32_t warps, int32_t blocks,
+          WeightFormat format = WeightFormat::kMxfp4>
 struct Mxfp4Shape {
-  static constexpr WeightFormat kFormat = WeightFormat::kMxfp4;
+  static constexpr WeightFormat kFormat = format;
   static constexpr int32_t kRowTiles = row_tiles;
   static constexpr int32_t kTokenTiles = token_tiles;
   static constexpr int32_t kBlocks = blocks;
@@ -46,13 +49,18 @@ struct Mxfp4Shape {
   static constexpr int32_t kRows = kWarpRows * warps;
   static constexpr int32_t kTileBytes = packed_tile_bytes(kFormat);
 
+  // What a lane has of the scales of a packed tile. Of mxfp4 it is a copy of the word that lanes
+  // with the same rows share; of nvfp4 each of them has a part.
+  static constexpr bool kIsNvfp4 = format == WeightFormat::kNvfp4;
+  using Scales = std::conditional_t<kIsNvfp4, Nvfp4Lines, uint32_t>;
+  static constexpr int32_t kScaleBytes = kIsNvfp4 ? kPackedNvfp4ScaleBytes : kPackedScaleBytes;
+
   // A group is what a lane requests and waits for at once: packed tiles along k of each row tile.
-  // It holds one group in registers, and kSlots are in flight. Every lane has its own copy of the
-  // word of scales that lanes with the same rows share.
+  // It holds one group in registers, and kSlots are in flight.
   static constexpr int32_t kGroupTiles = row_tiles == 1 ? 2 : 1;
-  static constexpr int32_t kSlotTileBytes = kTileBytes + 128;
+  static constexpr int32_t kSlotTileBytes = kTileBytes + 32 * static_cast<int32_t>(sizeof(Scales));
   static constexpr int32_t kSlotBytes = row_tiles * kGroupTiles * kSlotTileBytes;
-  static constexpr int32_t kSlots = slots;
+  static constexpr int32_t kSlots = 4;
   static constexpr int32_t kWarpBytes = kSlots * kSlotBytes;
 
   // One chunk of the tokens is in use and one in flight.
@@ -68,7 +76,7 @@ struct Mxfp4Shape {
 template <class Shape>
 struct TileWords {
   uint4 words[Shape::kRowTiles];
-  uint32_t scales[Shape::kRowTiles];
+  typename Shape::Scales scales[Shape::kRowTiles];
 };
 template <class Shape>
 using GroupWords = TileWords<Shape>[Shape::kGroupTiles];
@@ -84,14 +92,14 @@ class WeightSlots {
     const int32_t num_tiles = (args.k + kPackedColumns - 1) / kPackedColumns;
     const int32_t last_tile = (args.n - 1) / kPackedRows;
     words_at_ = shared + static_cast<uint32_t>(lane * 16);
-    scales_at_ = shared + static_cast<uint32_t>(Shape::kTileBytes + lane * 4);
+    scales_at_ = shared + static_cast<uint32_t>(Shape::kTileBytes + lane * kLaneBytes);
 #pragma unroll
     for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
       // A tile behind the last one reads the last one; its outputs are not written.
       const int64_t tile = int64_t{min(first_row / kPackedRows + r, last_tile)} * num_tiles;
       data_[r] = args.data + expert * args.data_stride + tile * Shape::kTileBytes + lane * 16;
       scales_[r] = args.scales.scales + expert * args.scales.expert_stride +
-                   tile * kPackedScaleBytes + lane / 4 * 4;
+                   tile * Shape::kScaleBytes + (Shape::kIsNvfp4 ? lane : lane / 4) * kLaneBytes;
     }
     left_ = num_tiles;
   }
@@ -108,8 +116,12 @@ class WeightSlots {
         const bool exists = tile < left_;
         copy_or_zero_16(words_at_ + at, data_[r] + tile * Shape::kTileBytes, exists ? 16 : 0,
                         policy_);
-        copy_or_zero_4(scales_at_ + at, scales_[r] + tile * kPackedScaleBytes, exists ? 4 : 0,
-                       policy_);
+        const std::byte* const scales = scales_[r] + tile * Shape::kScaleBytes;
+        if constexpr (Shape::kIsNvfp4) {
+          copy_or_zero_8(scales_at_ + at, scales, exists ? 8 : 0, policy_);
+        } else {
+          copy_or_zero_4(scales_at_ + at, scales, exists ? 4 : 0, policy_);
+        }
       }
     }
   }
@@ -122,7 +134,12 @@ class WeightSlots {
       for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
         const uint32_t at = offset(ahead, r, t);
         to[t].words[r] = load_shared_16(words_at_ + at);
-        to[t].scales[r] = load_shared_4(scales_at_ + at);
+        if constexpr (Shape::kIsNvfp4) {
+          const uint2 words = load_shared_8(scales_at_ + at);
+          to[t].scales[r] = {.slope = words.x, .offset = words.y};
+        } else {
+          to[t].scales[r] = load_shared_4(scales_at_ + at);
+        }
       }
     }
   }
@@ -133,12 +150,14 @@ class WeightSlots {
 #pragma unroll
     for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
       data_[r] += kTiles * Shape::kTileBytes;
-      scales_[r] += kTiles * kPackedScaleBytes;
+      scales_[r] += kTiles * Shape::kScaleBytes;
     }
     left_ -= kTiles;
   }
 
  private:
+  static constexpr auto kLaneBytes = static_cast<int32_t>(sizeof(typename Shape::Scales));
+
   __device__ __forceinline__ static uint32_t offset(int32_t ahead, int32_t row_tile, int32_t tile) {
     return static_cast<uint32_t>(ahead % Shape::kSlots * Shape::kSlotBytes +
                                  (tile * Shape::kRowTiles + row_tile) * Shape::kSlotTileBytes);
@@ -228,11 +247,10 @@ __device__ __forceinline__ void multiply_words(const TileWords<Shape>& now, uint
     }
 #pragma unroll
     for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
-      const RowMultipliers by = mxfp4_multipliers<kIsTwice>(now.scales[r], step / 2);
       const uint4& w = now.words[r];
       const uint32_t word = step == 0 ? w.x : step == 1 ? w.y : step == 2 ? w.z : w.w;
       uint32_t a[4];
-      PackedElements<WeightFormat::kMxfp4>::convert<kIsTwice>(word, by, a);
+      convert_elements<kIsTwice>(word, now.scales[r], step, a);
       if constexpr (kHasPairs) {
 #pragma unroll
         for (int32_t j = 0; j < Shape::kTokenTiles; ++j) {
@@ -288,7 +306,9 @@ __device__ __forceinline__ bool sum_groups(const PackedArgs& args, WeightSlots<S
 #pragma unroll
       for (int32_t t = 0; t < Shape::kGroupTiles; ++t) {
 #pragma unroll
-        for (int32_t r = 0; r < Shape::kRowTiles; ++r) scale_bits |= now[t].scales[r];
+        for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+          if constexpr (!Shape::kIsNvfp4) scale_bits |= now[t].scales[r];
+        }
         multiply_words<Shape, kIsTwice>(
             now[t],
             tokens + static_cast<uint32_t>((i * Shape::kGroupTiles + t) * kPackedColumns * 2),
@@ -352,18 +372,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const TokenChunks<Shape> chunks(args, tile, tokens_at);
   WarpSums<Shape> sums = {};
   const bool is_large = sum_groups<Shape, false>(args, weights, chunks, tokens_at, sums);
-  if (__syncthreads_or(is_large ? 1 : 0) != 0) {
-    weights = WeightSlots<Shape>(args, tile.expert, first_row, slots_at);
-    request_first();
+  if constexpr (!Shape::kIsNvfp4) {
+    if (__syncthreads_or(is_large ? 1 : 0) != 0) {
+      weights = WeightSlots<Shape>(args, tile.expert, first_row, slots_at);
+      request_first();
 #pragma unroll
-    for (auto& of_tile : sums) {
+      for (auto& of_tile : sums) {
 #pragma unroll
-      for (auto& four : of_tile) {
+        for (auto& four : of_tile) {
 #pragma unroll
-        for (float& sum : four) sum = 0.0f;
+          for (float& sum : four) sum = 0.0f;
+        }
       }
+      sum_groups<Shape, true>(args, weights, chunks, tokens_at, sums);
     }
-    sum_groups<Shape, true>(args, weights, chunks, tokens_at, sums);
   }
   write_sums<Shape>(args, tile, first_row, sums);
 }

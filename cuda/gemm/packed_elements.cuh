@@ -105,6 +105,14 @@ __device__ __forceinline__ RowMultipliers mxfp4_multipliers(uint32_t scales, int
   return {.first = bfloat16_pair(Elements::kPower, Elements::kPower), .second = high << 16 | low};
 }
 
+// The operand of a step of 16 columns of kMxfp4; scales: of its packed tile.
+template <bool kIsTwice>
+__device__ __forceinline__ void convert_elements(uint32_t word, uint32_t scales, int32_t step,
+                                                 uint32_t (&a)[4]) {
+  const RowMultipliers by = mxfp4_multipliers<kIsTwice>(scales, step / 2);
+  PackedElements<WeightFormat::kMxfp4>::convert<kIsTwice>(word, by, a);
+}
+
 // Scales, or 1, of the rows of kFp8.
 template <bool kIsTwice>
 __device__ __forceinline__ RowMultipliers fp8_multipliers(float low, float high) {

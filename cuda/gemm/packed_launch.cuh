@@ -85,7 +85,29 @@ inline double tile_cost(const CudaContext& ctx, const ExpertGemmParams& p, int32
   return us * static_cast<double>((blocks + ctx.num_sms - 1) / ctx.num_sms);
 }
 
-// Launches a product of packed weights.
+// Launches a product of packed weights of 16 rows at most by warps, and of more by the tile that
+// leaves the busiest multiprocessor the least to do, at the times of fp8.
+template <WeightFormat format>
+void launch_four_bits(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
+  // Only the warps of int4_kernel.cuh gather tokens.
+  if (p.weight.first.order != nullptr || rows_to_expect(p) <= 16) {
+    return launch_warps<format, false>(ctx, p, call);
+  }
+  const double costs[] = {tile_cost(ctx, p, 64, 32, 17.0), tile_cost(ctx, p, 64, 64, 17.5),
+                          tile_cost(ctx, p, 128, 64, 25.5), tile_cost(ctx, p, 128, 128, 41.0)};
+  switch (std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs)) {
+    case 0:
+      return launch_wide<WideShape<format, 1, 32, 3>, false>(ctx, p, call);
+    case 1:
+      return launch_wide<WideShape<format, 1, 64, 2>, false>(ctx, p, call);
+    case 2:
+      return launch_wide<WideShape<format, 2, 64>, false>(ctx, p, call);
+    default:
+      return launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
+  }
+}
+
+// Launches a product of mxfp4 or fp8.
 template <WeightFormat format, bool kHasTileSums = false>
 void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   const int32_t rows = rows_to_expect(p);

@@ -127,6 +127,9 @@ template <WeightFormat format, bool kHasTileSums>
 void launch_warps(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   const int64_t row_tiles = row_tiles_per_sm(ctx, p);
   const bool is_narrow = rows_to_expect(p) <= 8;
+  // A matrix has as many warps with four rows as with one; rows of a mixture have several experts.
+  [[maybe_unused]] const bool has_many_warps =
+      row_tiles >= 64 || (p.expert_begin != nullptr && rows_to_expect(p) >= 4);
   if constexpr (format == WeightFormat::kMxfp4) {
     if (!is_narrow) return launch_mxfp4<Mxfp4Shape<2, 2, 4, 4>>(ctx, p, call);
     if (row_tiles >= 64 || rows_to_expect(p) >= 4) {
@@ -134,12 +137,13 @@ void launch_warps(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
     }
     // Where few warps share a multiprocessor, more of them with 16 rows each are faster.
     launch_mxfp4<Mxfp4Shape<1, 1, 2, 8>>(ctx, p, call);
+  } else if constexpr (format == WeightFormat::kNvfp4) {
+    // As many blocks as share the memory of a multiprocessor.
+    if (!is_narrow) return launch_mxfp4<Mxfp4Shape<2, 2, 4, 3, format>>(ctx, p, call);
+    if (has_many_warps) return launch_mxfp4<Mxfp4Shape<2, 1, 4, 5, format>>(ctx, p, call);
+    launch_mxfp4<Mxfp4Shape<1, 1, 2, 7, format>>(ctx, p, call);
   } else if constexpr (format == WeightFormat::kInt4) {
     if (!is_narrow) return launch_int4<2, 2, 4, 4>(ctx, p, call);
-    // A matrix has as many warps with four rows as with one; rows of a mixture have several
-    // experts.
-    const bool has_many_warps =
-        row_tiles >= 64 || (p.expert_begin != nullptr && rows_to_expect(p) >= 4);
     if (has_many_warps) return launch_int4<2, 1, 4, 5>(ctx, p, call);
     launch_int4<1, 1, 2, 8>(ctx, p, call);
   } else {

@@ -25,6 +25,11 @@
 // Its scales have 32 bytes a tile, [8][4]: for each g the bytes of row g and row g + 8 for the
 // first 32 columns, then for the last 32.
 //
+// kNvfp4: elements as kMxfp4 has them. A scale s gives the values of 16 columns of a row by a line,
+// two bfloat16: its slope 2 (r15 - r1) and its offset r1 - slope, with r1 = bfloat16(s) and r15 =
+// bfloat16(1.5 s) (nvfp4_elements.cuh). A tile has 256 bytes of them, [8][4][2][2]: for each g and
+// each 16 columns the slope of row g and that of row g + 8, then their offsets.
+//
 // kInt4: as kMxfp4, with the codes a0 at bits 3..0, a1 at 7..4, a2 at 11..8 and a3 at 15..12.
 // Its scales have 32 bytes for each group of columns, [8][2]: for each g the scale of row g and
 // that of row g + 8. Its zero points are bytes, packed as the scales of kMxfp4 are: 32 bytes for

@@ -24,6 +24,9 @@ void launch_portable_packed(CudaContext& ctx, const ExpertGemmParams& p, const P
   if (p.weight.first.format == WeightFormat::kMxfp4) {
     return launch_warps<WeightFormat::kMxfp4, false>(ctx, p, call);
   }
+  if (p.weight.first.format == WeightFormat::kNvfp4) {
+    return launch_warps<WeightFormat::kNvfp4, false>(ctx, p, call);
+  }
   if (p.weight.first.format == WeightFormat::kInt4) {
     return launch_warps<WeightFormat::kInt4, false>(ctx, p, call);
   }

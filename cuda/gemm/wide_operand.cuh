@@ -9,6 +9,7 @@
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "gemm/int4_elements.cuh"
+#include "gemm/nvfp4_elements.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_elements.cuh"
 #include "gemm/wide_ring.cuh"
@@ -20,6 +21,7 @@ class StageOperand {
  public:
   static constexpr bool kIsFp8 = Shape::kFormat == WeightFormat::kFp8;
   static constexpr bool kIsInt4 = Shape::kFormat == WeightFormat::kInt4;
+  static constexpr bool kIsNvfp4 = Shape::kFormat == WeightFormat::kNvfp4;
   using Elements = PackedElements<Shape::kFormat>;
 
   // row_tile: of the calling warp in the block's tile.
@@ -30,7 +32,9 @@ class StageOperand {
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
     weights_at_ = static_cast<uint32_t>(row_tile * Shape::kRowTileBytes + lane * 16);
     scales_at_ =
-        static_cast<uint32_t>(kIsInt4 ? row_tile * 256 + lane * 4 : row_tile * 64 + lane / 4 * 4);
+        static_cast<uint32_t>(kIsInt4    ? row_tile * 256 + lane * 4
+                              : kIsNvfp4 ? row_tile * 2 * kPackedNvfp4ScaleBytes + lane / 4 * 32
+                                         : row_tile * 64 + lane / 4 * 4);
   }
 
   // Reads a part of a stage; `weights` is its shared address.
@@ -44,8 +48,12 @@ class StageOperand {
     }
   }
 
-  // Reads the scales of the next stage.
+  // Reads the scales of the next stage; those of kNvfp4 are read by convert.
   __device__ __forceinline__ void read_scales(uint32_t scales) {
+    if constexpr (kIsNvfp4) {
+      scales_[0] = scales + scales_at_;
+      return;
+    }
     // kFp8: of row g and of row g + 8; else of the first and of the last 64 columns.
     scales_[0] = load_shared_4(scales + scales_at_);
     scales_[1] = load_shared_4(scales + scales_at_ + (kIsInt4 ? 128 : 32));
@@ -55,7 +63,7 @@ class StageOperand {
       if (!has_values_) scales_[0] = scales_[1] = __float_as_uint(1.0f);
       const float most = fmaxf(fabsf(scale(0)), fabsf(scale(1)));
       is_twice_ = __any_sync(kAllLanes, most > Elements::kMaxScale);
-    } else if constexpr (!kIsInt4) {
+    } else if constexpr (Shape::kFormat == WeightFormat::kMxfp4) {
       // A byte from 128 may be above kMaxScaleByte, which is 128.
       static_assert(Elements::kMaxScaleByte == 128);
       is_twice_ = __any_sync(kAllLanes, ((scales_[0] | scales_[1]) & 0x80808080u) != 0);
@@ -67,7 +75,8 @@ class StageOperand {
     if constexpr (kIsInt4) {
       return is_float16_ ? convert_codes<true>(part, a) : convert_codes<false>(part, a);
     }
-    if constexpr (!kIsInt4) {
+    if constexpr (kIsNvfp4) return convert_lines(part, a);
+    if constexpr (!kIsInt4 && !kIsNvfp4) {
       if (!kHasTileSums && is_twice_) {
         convert<true>(part, a);
       } else {
@@ -122,6 +131,23 @@ class StageOperand {
     }
   }
 
+  // The same of kNvfp4.
+  __device__ __forceinline__ void convert_lines(int32_t part,
+                                                uint32_t (&a)[4 * Shape::kSteps]) const {
+    static_assert(!kIsNvfp4 || Shape::kSteps == 4);
+    const uint4& four = pieces_[0];
+#pragma unroll
+    for (int32_t step = 0; step < 4; ++step) {
+      const uint32_t word = step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w;
+      const uint2 line = load_shared_8(
+          scales_[0] + static_cast<uint32_t>(part * kPackedNvfp4ScaleBytes + step * 8));
+      uint32_t to[4];
+      convert_nvfp4(word, {.slope = line.x, .offset = line.y}, to);
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) a[4 * step + j] = to[j];
+    }
+  }
+
   // Of the 32 columns `group` (0 or 1) of 64 columns `half`.
   template <bool kIsTwice>
   __device__ __forceinline__ RowMultipliers multipliers(int32_t half, int32_t group) const {
@@ -142,7 +168,7 @@ class StageOperand {
   uint32_t weights_at_;
   uint32_t scales_at_;
   uint4 pieces_[kPieces];
-  uint32_t scales_[2];
+  uint32_t scales_[2];  // kNvfp4: the shared address of the lane's lines
 };
 
 }  // namespace paceline::cuda

@@ -39,13 +39,15 @@ struct WideShape {
   static constexpr int32_t kStageDepth = 2 * kPackedColumns;
 
   // Of a stage: two tiles of 64 columns for each row tile; a word of scales for each row, of kInt4
-  // for each lane of a warp and each tile.
+  // for each lane of a warp and each tile, of kNvfp4 the lines of each tile.
   static constexpr int32_t kRowTileBytes = 2 * packed_tile_bytes(format);
   static constexpr int32_t kWeightBytes = kRowTiles * kRowTileBytes;
   static constexpr int32_t kTokenBytes = tokens * 128;  // of 64 columns
   static constexpr int32_t kTileBytes = 2 * kTokenBytes + kWeightBytes;
-  static constexpr int32_t kScaleBytes =
-      format == WeightFormat::kInt4 ? kRowTiles * 2 * 128 : kWeights * 4;
+  static constexpr int32_t kScaleBytes = format == WeightFormat::kInt4 ? kRowTiles * 2 * 128
+                                         : format == WeightFormat::kNvfp4
+                                             ? kRowTiles * 2 * kPackedNvfp4ScaleBytes
+                                             : kWeights * 4;
   static constexpr int32_t kStageBytes = kTileBytes + kScaleBytes;
   static_assert(tokens % 16 == 0 && kTileBytes % 1024 == 0);
 
@@ -120,8 +122,8 @@ __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
 }
 
 // Copies the scales of a tile, stage by stage; one object for each lane of a warp. A stage has
-//   kMxfp4: for each row tile, the 32 bytes of its first and of its second tile of 64 columns
-//   kFp8:   for each row, a float
+//   kMxfp4, kNvfp4: for each row tile, the scales of its first and of its second tile of 64 columns
+//   kFp8:           for each row, a float
 // A row tile behind the last one has the scales of the last one.
 template <class Shape>
 class ScaleCopier {
@@ -130,14 +132,14 @@ class ScaleCopier {
                                          int32_t lane)
       : lane_(lane) {
     const std::byte* const table = args.scales.scales + tile.expert * args.scales.expert_stride;
-    if constexpr (kIsBytes) {
+    if constexpr (kIsPacked) {
       tile_cols_ = (args.k + kPackedColumns - 1) / kPackedColumns;
       const int32_t last = (args.n - 1) / kPackedRows;
 #pragma unroll
       for (int32_t i = 0; i < kCount; ++i) {
-        const int32_t row_tile = tile.column_tile * Shape::kRowTiles + (lane + 32 * i) / 4;
-        from_[i] =
-            table + int64_t{min(row_tile, last)} * tile_cols_ * kPackedScaleBytes + lane % 4 * 16;
+        const int32_t row_tile = tile.column_tile * Shape::kRowTiles + (lane + 32 * i) / kPieces;
+        from_[i] = table + int64_t{min(row_tile, last)} * tile_cols_ * kTileScaleBytes +
+                   lane % kPieces * 16;
       }
     } else {
       is_needed_ = args.scales.use == ScaleUse::kValues || args.scales.use == ScaleUse::kTileSums;
@@ -151,13 +153,13 @@ class ScaleCopier {
   }
 
   __device__ __forceinline__ void copy(uint32_t to, int32_t block) const {
-    if constexpr (kIsBytes) {
+    if constexpr (kIsPacked) {
       // Scales of columns beyond K are zero.
-      const bool is_inside = 2 * block + lane_ % 4 / 2 < tile_cols_;
-      const int32_t at = is_inside ? block * 2 * kPackedScaleBytes : 0;
+      const bool is_inside = 2 * block + lane_ % kPieces / (kPieces / 2) < tile_cols_;
+      const int32_t at = is_inside ? block * 2 * kTileScaleBytes : 0;
 #pragma unroll
       for (int32_t i = 0; i < kCount; ++i) {
-        if (lane_ + 32 * i < Shape::kRowTiles * 4) {
+        if (lane_ + 32 * i < Shape::kRowTiles * kPieces) {
           cp_async_16(to + static_cast<uint32_t>((lane_ + 32 * i) * 16), from_[i] + at, is_inside);
         }
       }
@@ -172,12 +174,16 @@ class ScaleCopier {
   }
 
  private:
-  static constexpr bool kIsBytes = Shape::kFormat == WeightFormat::kMxfp4;
+  static constexpr bool kIsPacked = Shape::kFormat != WeightFormat::kFp8;
+  static constexpr int32_t kTileScaleBytes =
+      Shape::kFormat == WeightFormat::kNvfp4 ? kPackedNvfp4ScaleBytes : kPackedScaleBytes;
+  static constexpr int32_t kPieces = 2 * kTileScaleBytes / 16;  // of a row tile
+  static_assert(32 % kPieces == 0);
   static constexpr int32_t kCount =
-      kIsBytes ? (Shape::kRowTiles * 4 + 31) / 32 : Shape::kWeights / 32;
+      kIsPacked ? (Shape::kRowTiles * kPieces + 31) / 32 : Shape::kWeights / 32;
 
   int32_t lane_;
-  int32_t tile_cols_ = 0;   // kMxfp4
+  int32_t tile_cols_ = 0;   // kMxfp4, kNvfp4
   int32_t columns_ = 0;     // kFp8
   bool is_needed_ = false;  // kFp8
   const std::byte* from_[kCount];

@@ -157,7 +157,7 @@ def support() -> str:
         ("drafters", drafted, "[choosing a drafter](docs/choosing-a-drafter.md)"),
         (
             "weights",
-            f"safetensors in {', '.join(PLAIN_DTYPES)}, fp8, int4, mxfp4 and, on the CPU, nvfp4; "
+            f"safetensors in {', '.join(PLAIN_DTYPES)}, fp8, int4, mxfp4 and nvfp4; "
             "folders of `paceline convert`; tensors in memory (DLPack)",
             "[loading](docs/loading.md)",
         ),

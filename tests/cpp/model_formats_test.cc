@@ -336,14 +336,6 @@ TEST(ModelFormats, RefusesScalesOfNvfp4ThatNoValueHolds) {
   EXPECT_THAT(put(std::numeric_limits<float>::quiet_NaN()), HasSubstr("[1, 7] is nan" + allowed));
 }
 
-TEST(ModelFormats, NoGpuHasNvfp4) {
-  EXPECT_THAT(message_of<Unsupported>([&] {
-                static_cast<void>(ModelBuilder(nvfp4_config(), DType::kBFloat16, Device::kCuda));
-              }),
-              HasSubstr("of mixture is stored in nvfp4, which a GPU cannot multiply with yet; use "
-                        "the device \"cpu\", or a checkpoint in mxfp4, int4, fp8 or bfloat16"));
-}
-
 // Half a byte for an element, and four bytes of scales for sixteen.
 TEST(ModelFormats, CostsOfNvfp4CountEveryByte) {
   int32_t num_seen = 0;

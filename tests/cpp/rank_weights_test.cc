@@ -221,7 +221,6 @@ TEST(RankWeights, EveryWayOfPuttingGivesTheRowsOfTheWholeModel) {
       for (const GpuShare share : {GpuShare::kPart, GpuShare::kCopy}) {
         if (share == GpuShare::kPart && !can_share(*whole, num_ranks)) continue;
         for (const Layout& layout : layouts(num_ranks)) {
-          if (one.name == "nvfp4" && layout.device == Device::kCuda) continue;  // no products
           SCOPED_TRACE(layout.name + ", " + std::to_string(num_ranks) + " ranks");
           const auto split = split_over(*whole, layout.device, layout.memories, share);
           const std::vector<std::byte> expected = model_weight_arena(*split);
@@ -332,7 +331,6 @@ TEST(RankWeights, DummyWeightsAreThoseOfTheWholeModel) {
 TEST(RankWeights, EachRankReadsItsOwnBytesThroughABoundedBuffer) {
   for (const Case& one : format_cases()) {
     SCOPED_TRACE(one.name);
-    if (one.name == "nvfp4") continue;
     WholeLayout whole(parse_decoder_config(one.json), DType::kBFloat16);
     for (const int32_t num_ranks : {1, 2, 4}) {
       if (!can_share(whole.model, num_ranks)) continue;
@@ -392,7 +390,6 @@ TEST(RankWeights, UpdatesReachEveryRank) {
                                                /*has_exact_scales=*/one.name == "exact scales");
     for (const int32_t num_ranks : {1, 2, 4}) {
       for (const Layout& layout : layouts(num_ranks)) {
-        if (one.name == "nvfp4" && layout.device == Device::kCuda) continue;
         SCOPED_TRACE(layout.name + ", " + std::to_string(num_ranks) + " ranks");
         const WholeLayout whole(parse_decoder_config(one.json), DType::kBFloat16);
         const bool is_shared = can_share(whole.model, num_ranks);

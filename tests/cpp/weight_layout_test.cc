@@ -123,13 +123,14 @@ TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
                           "layers.1.mlp.gate_up 0", "layers.1.mlp.down 0"));
 }
 
-// nvfp4 is row-major everywhere.
-TEST(WeightLayout, KeepsNvfp4InRows) {
+// The elements and scales of nvfp4 are packed in bfloat16, with the bytes of row-major ones where
+// tiles are whole.
+TEST(WeightLayout, HasNvfp4InRowsOrTiles) {
   const DecoderConfig config = parse_decoder_config(nvfp4_config());
   DecoderWeights weights;
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const bool is_packed = dtype == DType::kBFloat16;
     const std::map<std::string, NamedWeight> named = lay_out_on_gpu(config, dtype, weights);
-    for (const auto& [name, weight] : named) EXPECT_FALSE(weight.packed) << name;
     const NamedWeight& elements = named.at("layers.0.attn.k.weight");
     const NamedWeight& scales = named.at("layers.0.attn.k.scales");
     EXPECT_THAT(elements.dims(), ElementsAre(32, 10, 8));
@@ -138,17 +139,40 @@ TEST(WeightLayout, KeepsNvfp4InRows) {
               std::tuple(DType::kUInt8, WeightKind::kCodes));
     EXPECT_EQ(std::tuple(scales.dtype, scales.kind),
               std::tuple(DType::kFloat32, WeightKind::kNvfp4Scales));
-    // The rows of k follow those of q.
-    EXPECT_EQ(elements.offset, named.at("layers.0.attn.q.weight").offset + 160 * 80);
-    EXPECT_EQ(scales.offset, named.at("layers.0.attn.q.scales").offset + 160 * 10 * 4);
     const WeightMatrix& qkv =
         std::get<MultiHeadAttentionWeights>(weights.layers[0].attention).qkv.weight;
     EXPECT_EQ(std::tuple(qkv.format, qkv.scale_rows, qkv.scale_cols),
               std::tuple(WeightFormat::kNvfp4, 1, 16));
-    EXPECT_FALSE(qkv.is_packed());
+    EXPECT_EQ(qkv.is_packed(), is_packed);
     const ExpertMatrices& gate_up = std::get<MoeMlpWeights>(weights.layers[0].mlp).gate_up.weight;
-    EXPECT_EQ(gate_up.data_stride, 192 * 80);
-    EXPECT_EQ(gate_up.scales_stride, 192 * 10 * 4);
+    const NamedWeight& q = named.at("layers.0.attn.q.weight");
+    const NamedWeight& q_scales = named.at("layers.0.attn.q.scales");
+    if (!is_packed) {
+      for (const auto& [name, weight] : named) EXPECT_FALSE(weight.packed) << name;
+      // The rows of k follow those of q.
+      EXPECT_EQ(elements.offset, q.offset + 160 * 80);
+      EXPECT_EQ(scales.offset, q_scales.offset + 160 * 10 * 4);
+      EXPECT_EQ(gate_up.data_stride, 192 * 80);
+      EXPECT_EQ(gate_up.scales_stride, 192 * 10 * 4);
+      continue;
+    }
+    ASSERT_TRUE(elements.packed && scales.packed);
+    EXPECT_EQ(elements.packed->kind, PackedKind::kMxfp4);
+    EXPECT_EQ(scales.packed->kind, PackedKind::kNvfp4Scales);
+    EXPECT_EQ(std::tuple(elements.offset, scales.offset), std::tuple(q.offset, q_scales.offset));
+    EXPECT_EQ(
+        std::tuple(scales.packed->first_row, scales.packed->num_rows, scales.packed->row_bytes),
+        std::tuple(160, 32, 10 * 4));
+    EXPECT_EQ(qkv.scales_bytes(), 14 * 3 * 256);   // 224 x 160
+    EXPECT_EQ(gate_up.data_stride, 12 * 3 * 512);  // 192 x 160
+    EXPECT_EQ(gate_up.scales_stride, 12 * 3 * 256);
+    const NamedWeight& of_experts = named.at("layers.0.mlp.experts.gate_up.scales");
+    ASSERT_TRUE(of_experts.packed);
+    EXPECT_EQ(of_experts.packed->matrix_stride, gate_up.scales_stride);
+    for (const LinearCost& cost : linear_costs(config, dtype, Device::kCuda)) {
+      if (cost.name != "layers.0.mlp.experts.gate_up") continue;
+      EXPECT_EQ(cost.bytes, 12 * 3 * (512 + 256));
+    }
   }
 }
 
@@ -480,6 +504,19 @@ TEST(PackedReference, HasTheDocumentedBits) {
   std::vector<uint8_t> of_two(16 * 4);
   of_two[3 * 4 + 2] = 78;
   EXPECT_EQ(testing::packed(PackedKind::kInt4Scales, of_two, 4)[32 + 3 * 4], 78);
+  // The scale of the last 16 columns of row 13 of nvfp4, 1.5, and 1.5 times it, 2.25: the slope 1.5
+  // and the offset 0. Then one between bfloat16 numbers: 1 + 2^-8 and a bit, and 1.5 times it.
+  std::vector<float> floats(16 * 4);
+  floats[13 * 4 + 3] = 1.5f;
+  floats[2 * 4] = 0x1.011p0f;
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(floats.data());
+  const std::vector<uint8_t> lines = testing::packed(
+      PackedKind::kNvfp4Scales, {bytes, floats.size() * sizeof(float)}, 4 * sizeof(float));
+  EXPECT_EQ(word_at(lines, (5 * 4 + 3) * 2), 0x3fc00000u);
+  EXPECT_EQ(word_at(lines, (5 * 4 + 3) * 2 + 1), 0u);
+  // r1 = 1 + 2^-7, r15 = 1.5 + 2^-7: the slope 1 and the offset 2^-7.
+  EXPECT_EQ(word_at(lines, 2 * 4 * 2), 0x3f80u);
+  EXPECT_EQ(word_at(lines, 2 * 4 * 2 + 1), 0x3c00u);
 }
 
 TEST(PackedReference, UnpacksWhatItPacked) {

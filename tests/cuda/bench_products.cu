@@ -137,6 +137,7 @@ constexpr int32_t kTopK = 4;
 constexpr WeightFormat kMxfp4 = WeightFormat::kMxfp4;
 constexpr WeightFormat kFp8 = WeightFormat::kFp8;
 constexpr WeightFormat kInt4 = WeightFormat::kInt4;
+constexpr WeightFormat kNvfp4 = WeightFormat::kNvfp4;
 constexpr ScaledProduct kScaledProducts[] = {
     {"gemm/qwen3-8b-fp8/qkv", kFp8, 6144, 4096, 128},
     {"gemm/qwen3-8b-fp8/o", kFp8, 4096, 4096, 128},
@@ -146,6 +147,10 @@ constexpr ScaledProduct kScaledProducts[] = {
     {"gemm/qwen3-8b-int4/o", kInt4, 4096, 4096, 128},
     {"gemm/qwen3-8b-int4/gate_up", kInt4, 24576, 4096, 128},
     {"gemm/qwen3-8b-int4/down", kInt4, 4096, 12288, 128},
+    {"gemm/qwen3-8b-nvfp4/qkv", kNvfp4, 6144, 4096},
+    {"gemm/qwen3-8b-nvfp4/o", kNvfp4, 4096, 4096},
+    {"gemm/qwen3-8b-nvfp4/gate_up", kNvfp4, 24576, 4096},
+    {"gemm/qwen3-8b-nvfp4/down", kNvfp4, 4096, 12288},
     {"expert_gemm/qwen3-30b-a3b-int4/gate_up", kInt4, 1536, 2048, 128, 128, true},
     {"expert_gemm/qwen3-30b-a3b-int4/down", kInt4, 2048, 768, 128, 128},
     {"gemm/llama-3-8b-fp8/gate_up", kFp8, 28672, 4096},
@@ -215,6 +220,10 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
     w.scale_cols = s.scale_cols;
     w.scale_dtype = DType::kFloat16;
     w.has_zeros = true;
+  }
+  if (s.format == WeightFormat::kNvfp4) {
+    w.scale_rows = 1;
+    w.scale_cols = kNvfp4Columns;
   }
   const int32_t num_matrices = std::max(s.num_experts, 1) + (s.has_shared ? 1 : 0);
   const int64_t matrix_bytes = w.data_bytes();

@@ -59,6 +59,10 @@ constexpr Format kFp8BlockPowers = {"fp8_block_powers", WeightFormat::kFp8, Scal
                                     128};
 constexpr Format kFp8Wide = {"fp8_wide", WeightFormat::kFp8, Scales::kWidePowers, 64, 128};
 
+constexpr Format kNvfp4 = {"nvfp4", WeightFormat::kNvfp4, Scales::kAny, 1, kNvfp4Columns};
+constexpr Format kNvfp4Wide = {"nvfp4_wide", WeightFormat::kNvfp4, Scales::kWidePowers, 1,
+                               kNvfp4Columns};
+
 constexpr Format int4(const char* name, int32_t scale_cols, DType scale_dtype, bool has_zeros,
                       bool has_order = false) {
   return {.name = name,
@@ -106,7 +110,7 @@ __global__ void dequantize(const uint8_t* from, const float* scales, const uint8
       const uint8_t byte = bytes[i % elements / 2];
       const int zero = zeros != nullptr ? zeros[scale_at] : kInt4Zero;
       value = static_cast<float>((column % 2 == 0 ? byte & 15 : byte >> 4) - zero);
-    } else if (w.format == WeightFormat::kMxfp4) {
+    } else if (w.format == WeightFormat::kMxfp4 || w.format == WeightFormat::kNvfp4) {
       const uint8_t byte = bytes[i % elements / 2];
       const int bits = column % 2 == 0 ? byte & 15 : byte >> 4;
       const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
@@ -159,7 +163,7 @@ DeviceVector<uint8_t> packed_on_gpu(PackedKind kind, const DeviceVector<uint8_t>
 struct Weights {
   ExpertMatrices matrices;
   DeviceVector<uint8_t> data;
-  DeviceVector<uint8_t> scale_bytes;  // mxfp4 and int4
+  DeviceVector<uint8_t> scale_bytes;  // mxfp4, nvfp4 and int4
   DeviceVector<uint8_t> zeros;        // int4, as are the orders
   DeviceVector<int32_t> orders;
   DeviceVector<float> scales;
@@ -181,10 +185,10 @@ struct Weights {
     }
     const bool is_fp8 = format.format == WeightFormat::kFp8;
     const bool is_int4 = format.format == WeightFormat::kInt4;
+    const bool is_mxfp4 = format.format == WeightFormat::kMxfp4;
+    const bool is_nvfp4 = format.format == WeightFormat::kNvfp4;
     w.scale_rows = format.scale_rows;
-    w.scale_cols = !is_fp8 && !is_int4      ? kMxfp4Columns
-                   : format.scale_cols == 0 ? k
-                                            : format.scale_cols;
+    w.scale_cols = is_mxfp4 ? kMxfp4Columns : format.scale_cols == 0 ? k : format.scale_cols;
     w.scale_dtype = format.scale_dtype;
     w.has_zeros = format.has_zeros;
     w.has_order = format.has_order;
@@ -212,25 +216,33 @@ struct Weights {
     std::vector<uint8_t> bytes(host.size());
     for (size_t i = 0; i < host.size(); ++i) {
       // Elements of fp8 are up to 448, and products must stay in the range of float32.
-      const int exponent = format.scales == Scales::kWidePowers ? between(is_fp8 ? -30 : -127, 40)
-                                                                : between(-12, is_fp8 ? 0 : 1);
+      const int least = is_fp8 ? -30 : is_nvfp4 ? -125 : -127;
+      const int exponent =
+          format.scales == Scales::kWidePowers ? between(least, 40) : between(-12, is_fp8 ? 0 : 1);
       host[i] = std::ldexp(1.0f, exponent);
       bytes[i] = static_cast<uint8_t>(exponent + 127);
-      if (format.scales == Scales::kAny)
+      if (format.scales == Scales::kAny || is_nvfp4) {
         host[i] *= 1.0f + static_cast<float>(between(1, 999)) / 999;
+      }
+      if (is_nvfp4 && between(0, 1) != 0) host[i] = -host[i];
     }
     scales = DeviceVector<float>(host);
     if (is_fp8) {
       w.scales = reinterpret_cast<const std::byte*>(scales.data());
       matrices.scales_stride = matrix_scales * 4;
     } else {
-      scale_bytes = packed_on_gpu(PackedKind::kMxfp4Scales, DeviceVector<uint8_t>(bytes),
-                                  num_matrices, n, w.num_scale_cols());
+      if (is_nvfp4) {
+        bytes.resize(4 * host.size());
+        std::memcpy(bytes.data(), host.data(), bytes.size());
+      }
+      scale_bytes = packed_on_gpu(is_nvfp4 ? PackedKind::kNvfp4Scales : PackedKind::kMxfp4Scales,
+                                  DeviceVector<uint8_t>(bytes), num_matrices, n,
+                                  w.num_scale_cols() * (is_nvfp4 ? 4 : 1));
       w.scales = reinterpret_cast<const std::byte*>(scale_bytes.data());
       matrices.scales_stride = w.scales_bytes();
     }
     dequantize<<<1024, 256, 0, ctx.stream()>>>(
-        rows.data(), format.scales == Scales::kAny ? nullptr : scales.data(), nullptr, w,
+        rows.data(), is_fp8 && format.scales == Scales::kAny ? nullptr : scales.data(), nullptr, w,
         matrix_bytes, matrix_scales, num_matrices, values.data());
     ctx.synchronize();
   }
@@ -374,7 +386,11 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(DenseCase{kMxfp4, 5760, 2880}, DenseCase{kMxfp4, 2880, 2880},
                       DenseCase{kMxfp4, 97, 2848}, DenseCase{kMxfp4, 4001, 352},
                       DenseCase{kMxfp4, 1, 32}, DenseCase{kMxfp4, 11000, 96},
-                      DenseCase{kMxfp4Wide, 640, 1024}, DenseCase{kFp8Row, 6144, 4096},
+                      DenseCase{kMxfp4Wide, 640, 1024}, DenseCase{kNvfp4, 6144, 4096},
+                      DenseCase{kNvfp4, 24576, 4096}, DenseCase{kNvfp4, 4096, 12288},
+                      DenseCase{kNvfp4, 97, 2848}, DenseCase{kNvfp4, 4001, 352},
+                      DenseCase{kNvfp4, 1, 32}, DenseCase{kNvfp4, 11000, 96},
+                      DenseCase{kNvfp4Wide, 640, 1024}, DenseCase{kFp8Row, 6144, 4096},
                       DenseCase{kFp8Row, 97, 144}, DenseCase{kFp8Block, 4096, 12288},
                       DenseCase{kFp8Block, 321, 1360}, DenseCase{kFp8Block, 130, 112},
                       DenseCase{kFp8Joined, 1120, 2880}, DenseCase{kFp8RowPowers, 640, 1024},
@@ -487,8 +503,11 @@ INSTANTIATE_TEST_SUITE_P(
         MixtureCase{kMxfp4, 32, 320, 2880, 700, Routing::kOneExpert},
         MixtureCase{kMxfp4, 32, 96, 96, 64, Routing::kNobody},
         MixtureCase{kMxfp4, 1, 320, 352, 200}, MixtureCase{kMxfp4Wide, 4, 160, 352, 40},
-        MixtureCase{kPlain, 32, 704, 2880, 100}, MixtureCase{kPlain, 8, 97, 328, 200},
-        MixtureCase{kPlain, 4, 320, 136, 600},
+        MixtureCase{kNvfp4, 128, 1536, 2048, 8}, MixtureCase{kNvfp4, 128, 768, 2048, 512},
+        MixtureCase{kNvfp4, 8, 321, 640, 900}, MixtureCase{kNvfp4, 5, 97, 352, 60},
+        MixtureCase{kNvfp4, 4, 320, 352, 600, Routing::kOneExpert},
+        MixtureCase{kNvfp4Wide, 4, 160, 352, 40}, MixtureCase{kPlain, 32, 704, 2880, 100},
+        MixtureCase{kPlain, 8, 97, 328, 200}, MixtureCase{kPlain, 4, 320, 136, 600},
         MixtureCase{kPlain, 16, 97, 328, 300, Routing::kOneExpert},
         MixtureCase{kFp8Row, 8, 321, 656, 50}, MixtureCase{kFp8Row, 4, 321, 656, 900},
         MixtureCase{kFp8Block, 8, 321, 656, 50}, MixtureCase{kFp8Block, 8, 321, 656, 200},

@@ -160,7 +160,7 @@ class OpEmulation : public ::testing::Test {
   OpCase case_;
 };
 
-// --- int4 ----------------------------------------------------------------------------------------
+// --- int4 and nvfp4 ------------------------------------------------------------------------------
 
 // The output of an instance.
 std::vector<std::byte> y_of(const OpInstance& op) {
@@ -168,7 +168,7 @@ std::vector<std::byte> y_of(const OpInstance& op) {
                       {.seed = base_seed()})[static_cast<size_t>(op.find("y"))];
 }
 
-// Compares products of int4 weights with those of the plain weights that they stand for.
+// Compares products of weights with those of the plain weights that they stand for.
 template <class Spec>
 void expect_plain_bits(OpInstance (*make)(const Spec&, const Rows&, uint64_t), const Spec& spec,
                        const std::string& what) {
@@ -181,19 +181,23 @@ void expect_plain_bits(OpInstance (*make)(const Spec&, const Rows&, uint64_t), c
   }
 }
 
-TEST(Int4Emulation, HasTheBitsOfThePlainWeights) {
-  TRACE_SEED();
-  const auto is_tried = [](const WeightSpec& weight) {
-    return weight.format == WeightFormat::kInt4 && weight.dtype == DType::kBFloat16 &&
-           weight.is_exact();
-  };
+// The same for the experts of the table's mixtures, in bfloat16.
+void expect_plain_bits_of_experts(WeightFormat format) {
   int32_t num_tried = 0;
   for (const ExpertGemmCase& c : expert_gemm_cases()) {
-    if (!is_tried(c.spec.weight)) continue;
+    const WeightSpec& weight = c.spec.weight;
+    const bool is_tried =
+        weight.format == format && weight.dtype == DType::kBFloat16 && weight.is_exact();
+    if (!is_tried) continue;
     expect_plain_bits(make_expert_gemm, c.spec, c.name);
     ++num_tried;
   }
   EXPECT_GT(num_tried, 10);
+}
+
+TEST(Int4Emulation, HasTheBitsOfThePlainWeights) {
+  TRACE_SEED();
+  expect_plain_bits_of_experts(WeightFormat::kInt4);
   for (const int32_t scale_cols : {0, 32, 64, 96, 128}) {
     for (const DType scale_dtype : {DType::kBFloat16, DType::kFloat16}) {
       for (const bool has_zeros : {false, true}) {
@@ -205,6 +209,25 @@ TEST(Int4Emulation, HasTheBitsOfThePlainWeights) {
                                           .has_zeros = has_zeros}};
         expect_plain_bits(make_gemm, spec, weight_suffix(spec.weight));
       }
+    }
+  }
+}
+
+TEST(Nvfp4Emulation, HasTheBitsOfThePlainWeights) {
+  TRACE_SEED();
+  expect_plain_bits_of_experts(WeightFormat::kNvfp4);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    const WeightSpec weight = {.dtype = dtype, .format = WeightFormat::kNvfp4};
+    for (const int32_t k : {32, 64, 96, 384, 1312}) {
+      const GemmSpec spec = {.n = 130, .k = k, .weight = weight, .y_dtype = dtype};
+      expect_plain_bits(make_gemm, spec, weight_suffix(weight) + ", k " + std::to_string(k));
+    }
+    // A launch for both groups, and one for each.
+    for (const int32_t rows : {128, 48}) {
+      const GemmSpec spec = {
+          .n = 2 * rows, .k = 96, .weight = weight, .y_dtype = dtype, .num_groups = 2};
+      expect_plain_bits(make_gemm, spec,
+                        weight_suffix(weight) + ", groups of " + std::to_string(rows));
     }
   }
 }

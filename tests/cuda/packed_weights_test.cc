@@ -35,8 +35,9 @@ namespace {
 
 // --- Rows ----------------------------------------------------------------------------------------
 
-constexpr PackedKind kKinds[] = {PackedKind::kFp8, PackedKind::kMxfp4, PackedKind::kMxfp4Scales,
-                                 PackedKind::kInt4, PackedKind::kInt4Scales};
+constexpr PackedKind kKinds[] = {PackedKind::kFp8,         PackedKind::kMxfp4,
+                                 PackedKind::kMxfp4Scales, PackedKind::kInt4,
+                                 PackedKind::kInt4Scales,  PackedKind::kNvfp4Scales};
 
 // A random tensor of random matrices, which is written in two pieces.
 struct RowsCase {
@@ -54,6 +55,18 @@ class PackedRows : public GpuTest {
   std::vector<uint8_t> random_bytes(int64_t count) {
     std::vector<uint8_t> bytes(static_cast<size_t>(count));
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random_() >> 24);
+    return bytes;
+  }
+  // Rows of a kind: random bytes, or normal numbers within the limits of scales of nvfp4.
+  std::vector<uint8_t> random_rows(PackedKind kind, int64_t count) {
+    std::vector<uint8_t> bytes = random_bytes(count);
+    if (kind != PackedKind::kNvfp4Scales) return bytes;
+    for (size_t i = 0; i < bytes.size(); i += 4) {
+      uint32_t bits = 0;
+      std::memcpy(&bits, bytes.data() + i, sizeof(bits));
+      bits = (bits & 0x807fffffu) | static_cast<uint32_t>(2 + below(250)) << 23;
+      std::memcpy(bytes.data() + i, &bits, sizeof(bits));
+    }
     return bytes;
   }
   int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
@@ -79,7 +92,7 @@ class PackedRows : public GpuTest {
                                  .row_bytes = c.row_bytes,
                                  .kind = c.kind};
     const int64_t all_rows = c.num_matrices * c.num_rows;
-    const std::vector<uint8_t> rows = random_bytes(all_rows * c.row_bytes);
+    const std::vector<uint8_t> rows = random_rows(c.kind, all_rows * c.row_bytes);
     const std::pair<int64_t, int64_t> pieces[] = {{c.first_piece, all_rows - c.first_piece},
                                                   {0, c.first_piece}};
     for (const auto& [first, count] : pieces) {
@@ -115,7 +128,8 @@ TEST_F(PackedRows, AreThoseOfTheDefinitionAtEveryShape) {
         const int64_t row_bytes = kind == PackedKind::kFp8          ? (i % 4 == 0 ? 31 * i : 32 * i)
                                   : has_two_a_byte(kind)            ? 16 * i
                                   : kind == PackedKind::kInt4Scales ? 2 * i
-                                                                    : i;
+                                  : kind == PackedKind::kNvfp4Scales ? 8 * i
+                                                                     : i;
         RowsCase c = {.kind = kind,
                       .num_matrices = 1 + below(3),
                       .n = n,
@@ -220,7 +234,9 @@ void expect_packed_matrices(const Model& on_gpu, const Model& on_cpu) {
     const WeightMatrix& cpu = from[i].first;
     const WeightMatrix& gpu = to[i].first;
     if (cpu.format == WeightFormat::kPlain) continue;
-    const bool is_int4 = cpu.format == WeightFormat::kInt4;
+    const PackedKind scale_kind = cpu.format == WeightFormat::kInt4    ? PackedKind::kInt4Scales
+                                  : cpu.format == WeightFormat::kNvfp4 ? PackedKind::kNvfp4Scales
+                                                                       : PackedKind::kMxfp4Scales;
     EXPECT_TRUE(gpu.is_packed());
     for (int32_t e = 0; e < from[i].num_experts; ++e) {
       const WeightMatrix its_cpu = from[i].of(e);
@@ -228,8 +244,8 @@ void expect_packed_matrices(const Model& on_gpu, const Model& on_cpu) {
       expect_equal(packed_kind(cpu.format), its_cpu.data, cpu.data_bytes(), cpu.row_bytes(),
                    its_gpu.data);
       if (cpu.format == WeightFormat::kFp8) continue;
-      expect_equal(is_int4 ? PackedKind::kInt4Scales : PackedKind::kMxfp4Scales, its_cpu.scales,
-                   cpu.scales_bytes(), cpu.scales_bytes() / cpu.n, its_gpu.scales);
+      expect_equal(scale_kind, its_cpu.scales, cpu.scales_bytes(), cpu.scales_bytes() / cpu.n,
+                   its_gpu.scales);
       if (!cpu.has_zeros) continue;
       expect_equal(PackedKind::kMxfp4Scales, reinterpret_cast<const std::byte*>(its_cpu.zeros),
                    cpu.zeros_bytes(), cpu.num_scale_cols(),
@@ -288,14 +304,15 @@ class DeviceTensors {
 
 class PackedModel : public GpuTest {};
 
-// The tensors of a mixture's experts, then those of every expert; then int4 in place of all
-// formats.
+// The tensors of a mixture's experts, then those of every expert; then int4, or nvfp4, in place of
+// all formats.
 class PackedTensors : public GpuTest, public ::testing::WithParamInterface<const char*> {
  protected:
   [[nodiscard]] std::string json() const {
     const std::string which = GetParam();
     return which == "together" ? mixture_config()
            : which == "int4"   ? int4_config()
+           : which == "nvfp4"  ? nvfp4_config()
                                : deepseek_config();
   }
 };
@@ -332,11 +349,11 @@ TEST_P(PackedTensors, EveryWayOfPuttingGivesTheSameBytes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Experts, PackedTensors,
-                         ::testing::Values("together", "one_by_one", "int4"),
+                         ::testing::Values("together", "one_by_one", "int4", "nvfp4"),
                          [](const auto& info) { return info.param; });
 
 TEST_F(PackedModel, Float32StaysRowMajor) {
-  for (const std::string& json : {mixture_config(), int4_config()}) {
+  for (const std::string& json : {mixture_config(), int4_config(), nvfp4_config()}) {
     const FormatTensors tensors = format_tensors(json, 2);
     ModelBuilder builder(json, DType::kFloat32, Device::kCuda);
     put_all(builder, tensors);
@@ -347,7 +364,7 @@ TEST_F(PackedModel, Float32StaysRowMajor) {
 
 // Dummy weights are those of the CPU.
 TEST_F(PackedModel, DummyWeightsAreEqual) {
-  for (const std::string& json : {mixture_config(), int4_config()}) {
+  for (const std::string& json : {mixture_config(), int4_config(), nvfp4_config()}) {
     const auto dummy_on = [&](Device device) {
       ModelBuilder builder(json, DType::kBFloat16, device);
       builder.fill_dummy(7);
@@ -392,7 +409,7 @@ TEST_F(PackedModel, TensorsMayBeLarge) {
 
 // An update writes every tensor again, from host memory or that of the GPU.
 TEST_F(PackedModel, UpdatesEqualANewModel) {
-  for (const std::string& json : {mixture_config(), int4_config()}) {
+  for (const std::string& json : {mixture_config(), int4_config(), nvfp4_config()}) {
     const FormatTensors before = format_tensors(json, 4);
     const FormatTensors after = format_tensors(json, 5);
     const auto expected = on_cpu(json, after);

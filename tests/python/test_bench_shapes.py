@@ -90,6 +90,17 @@ def test_the_int4_shape_has_the_parameters_of_the_plain_one() -> None:
     assert scaled.all_bytes == 67 * groups + 2 * logit_parameters(whole)
 
 
+def test_the_nvfp4_shape_has_the_parameters_of_the_plain_one() -> None:
+    scaled = matrix_costs(named("qwen3-8b-nvfp4"), "bfloat16")
+    whole = matrix_costs(named("qwen3-8b"), "bfloat16")
+    assert row_parameters(scaled) == row_parameters(whole)
+    # On a GPU, whose tiles are whole, what packing makes of a scale takes its four bytes.
+    assert matrix_costs(named("qwen3-8b-nvfp4"), "bfloat16", "cuda") == scaled
+    # Half a byte for each parameter of the layers, and 4 bytes for 16 of them.
+    groups = row_parameters(whole) // 16
+    assert scaled.all_bytes == 12 * groups + 2 * logit_parameters(whole)
+
+
 @pytest.mark.parametrize(
     ("name", "num_layers", "num_experts", "active", "kv_bytes"),
     [

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of four bits on a GPU: GPTQ, AWQ, W4A16 and mxfp4, dense and mixtures, and drafters.
+"""Checkpoints of four bits on a GPU: GPTQ, AWQ, W4A16, mxfp4 and nvfp4, with and without experts,
+and drafters.
 
 Skipped where there is no usable GPU; failed there when PACELINE_REQUIRE_GPU=1.
 """
@@ -31,11 +32,12 @@ from cuda_engines import (
 from int4_models import INT4_METHODS
 from paceline.bench import models as bench_models
 from paceline.loader import load_dummy
+from quantized_models import FP4_METHODS
 
 __all__ = ["gpu"]  # a fixture
 IN_ORDER = [name for name, method in INT4_METHODS.items() if not method.has_order]
 # Of every layout one with all that it may have.
-SOME = ("gptq_order", "awq", "w4a16_128")
+SOME = ("gptq_order", "awq", "w4a16_128", "nvfp4_packed")
 
 
 def int4(method: str, family: str = "qwen3", **changes: Any) -> Path:
@@ -46,7 +48,7 @@ def int4(method: str, family: str = "qwen3", **changes: Any) -> Path:
 # ---- logits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [*IN_ORDER, "mxfp4_packed"])
+@pytest.mark.parametrize("method", [*IN_ORDER, *FP4_METHODS])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
 def test_bits_are_those_of_the_dequantised_weights(family: str, method: str) -> None:
     """In one row and in many, whose products are those of different kernels."""
@@ -57,7 +59,7 @@ def test_bits_are_those_of_the_dequantised_weights(family: str, method: str) -> 
         np.testing.assert_array_equal(logits_of(path, prompt), logits_of(plain, prompt))
 
 
-@pytest.mark.parametrize("method", [*INT4_METHODS, "mxfp4_packed"])
+@pytest.mark.parametrize("method", [*INT4_METHODS, *FP4_METHODS])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_float32_logits_are_those_of_the_cpu(family: str, method: str) -> None:
     path = int4(method, family, dtype="float32")
@@ -95,6 +97,8 @@ def test_logits_do_not_depend_on_chunks(family: str, method: str) -> None:
         ("qwen3", "gptq", "llama", None),
         ("llama", "awq_row", "qwen3_moe", "gptq_order"),
         ("qwen3_moe", "mxfp4_packed", "llama", "mxfp4_packed"),
+        ("qwen3", "nvfp4_packed", "llama", "modelopt"),
+        ("qwen3_moe", "modelopt", "qwen3_moe", "nvfp4_packed"),
     ],
 )
 def test_drafters_change_no_token(
@@ -119,12 +123,15 @@ def test_a_drafter_agrees_with_itself(method: str, driver: str) -> None:
 # ---- memory ------------------------------------------------------------------------------------
 
 
-def test_dummy_weights_of_the_shape_of_qwen3_8b_take_half_a_byte_each(tmp_path: Path) -> None:
-    """Two layers: codes, 2 bytes of scales and 1 of zero points for 128 of them."""
-    config = bench_models.named_config("qwen3-8b-int4") | {"num_hidden_layers": 2}
+@pytest.mark.parametrize(("name", "scale_bytes"), [("qwen3-8b-int4", 3), ("qwen3-8b-nvfp4", 32)])
+def test_dummy_weights_of_the_shape_of_qwen3_8b_take_half_a_byte_each(
+    tmp_path: Path, name: str, scale_bytes: int
+) -> None:
+    """Two layers: elements, and for 128 of them 2 bytes of scales and 1 of zero points, or 32."""
+    config = bench_models.named_config(name) | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_dummy(tmp_path, device="cuda").model
     matrices = 2 * (6144 * 4096 + 4096 * 4096 + 24576 * 4096 + 4096 * 12288)
     others = 2 * 2 * 151936 * 4096
-    expected = matrices // 2 + matrices // 128 * 3 + others
+    expected = matrices // 2 + matrices // 128 * scale_bytes + others
     assert expected <= model.weight_bytes <= expected + (1 << 20)

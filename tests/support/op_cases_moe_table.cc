@@ -32,6 +32,8 @@ constexpr WeightSpec kFp8Exact = {.dtype = kB,
 constexpr WeightSpec kMxfp4F32 = {.dtype = kF, .format = WeightFormat::kMxfp4};
 constexpr WeightSpec kFp8TilesF32 = {
     .dtype = kF, .format = WeightFormat::kFp8, .scale_rows = 128, .scale_cols = 128};
+constexpr WeightSpec kNvfp4 = {.dtype = kB, .format = WeightFormat::kNvfp4};
+constexpr WeightSpec kNvfp4F32 = {.dtype = kF, .format = WeightFormat::kNvfp4};
 constexpr WeightSpec kInt4 = {.dtype = kB, .format = WeightFormat::kInt4, .scale_cols = 64};
 constexpr WeightSpec kInt4Zeros = {.dtype = kB,
                                    .format = WeightFormat::kInt4,
@@ -48,9 +50,9 @@ constexpr WeightSpec kInt4F32 = {.dtype = kF,
                                  .scale_cols = 32,
                                  .has_zeros = true,
                                  .has_order = true};
-constexpr WeightSpec kFormats[] = {kPlainF32, kPlainBf16, kMxfp4,       kFp8Rows,
-                                   kFp8Tiles, kFp8Exact,  kMxfp4F32,    kFp8TilesF32,
-                                   kInt4,     kInt4Zeros, kInt4Ordered, kInt4F32};
+constexpr WeightSpec kFormats[] = {kPlainF32,    kPlainBf16, kMxfp4,       kFp8Rows, kFp8Tiles,
+                                   kFp8Exact,    kMxfp4F32,  kFp8TilesF32, kInt4,    kInt4Zeros,
+                                   kInt4Ordered, kInt4F32,   kNvfp4,       kNvfp4F32};
 
 // GPT-OSS: 2,880 wide throughout, the best 4 of 32 or 128 experts. The matrices of experts overlap.
 constexpr int32_t kHidden = 2880;

@@ -57,20 +57,25 @@ void add_gemms(TableBuilder& table) {
   add({512, 2048, {kF}, kF}, true);
 
   // Weights with scales: ragged shapes, then those of GPT-OSS (2880 is no multiple of 128), of
-  // Qwen3-8B in fp8 with scales for tiles, and of Llama-3-8B with scales for rows.
+  // Qwen3-8B in nvfp4 and in fp8 with scales for tiles, and of Llama-3-8B with scales for rows.
   constexpr WeightFormat kFp8 = WeightFormat::kFp8;
   constexpr WeightSpec kMxfp4 = {kB, WeightFormat::kMxfp4};
+  constexpr WeightSpec kNvfp4 = {kB, WeightFormat::kNvfp4};
   constexpr WeightSpec kRows = {kB, kFp8, 1};
   constexpr WeightSpec kTiles = {kB, kFp8, 128, 128};
   constexpr WeightSpec kJoined = {kB, kFp8, 32, 128};
   constexpr WeightSpec kPowersOfTwo = {kB, kFp8, 64, 128, /*has_exact_scales=*/true};
-  for (const WeightSpec& weight : {kMxfp4, kRows, kTiles, kJoined, kPowersOfTwo}) {
+  for (const WeightSpec& weight : {kMxfp4, kNvfp4, kRows, kTiles, kJoined, kPowersOfTwo}) {
     add({7, 64, weight, kB, true, 8, 3}, false);
     add({33, 96, weight, kF, true, 0, 1}, false);
     add({130, 288, weight, kB}, true);
     add({320, 2880, weight, kB, true}, true);
   }
   add({5760, 2880, kMxfp4, kB, true}, false);
+  add({6144, 4096, kNvfp4, kB}, false);
+  add({512, 12288, kNvfp4, kB}, true);
+  add({24576, 512, kNvfp4, kB, true}, false);
+  add({37, 96, {kF, WeightFormat::kNvfp4}, kF, true, 3, 5}, true);
   add({6144, 4096, kTiles, kB}, false);
   add({512, 12288, kTiles, kB}, true);
   add({6144, 4096, kRows, kB}, false);
@@ -124,8 +129,8 @@ void add_gemms(TableBuilder& table) {
         rows >= 128);
   };
   constexpr WeightSpec kExactTiles = {kB, kFp8, 128, 128, /*has_exact_scales=*/true};
-  for (const WeightSpec& weight :
-       {WeightSpec{kB}, WeightSpec{kF}, kMxfp4, kRows, kTiles, kExactTiles, kNarrow, kOrdered}) {
+  for (const WeightSpec& weight : {WeightSpec{kB}, WeightSpec{kF}, kMxfp4, kNvfp4, kRows, kTiles,
+                                   kExactTiles, kNarrow, kOrdered}) {
     add_groups(3, 128, 288, weight, weight.dtype);
     add_groups(2, weight.scale_rows == 128 ? 256 : 48, 64, weight, kF);
   }
@@ -150,6 +155,7 @@ void add_activated_gemms(TableBuilder& table) {
   add({4264, 192, Activation::kSilu, {kB}}, true);
   add({100, 64, Activation::kSilu, {DType::kFloat32}}, false);
   add({320, 288, Activation::kSilu, {kB, WeightFormat::kFp8, 128, 128}}, false);
+  add({320, 288, Activation::kSilu, {kB, WeightFormat::kNvfp4}}, false);
 }
 
 void add_normed_gemms(TableBuilder& table) {
@@ -171,6 +177,7 @@ void add_normed_gemms(TableBuilder& table) {
   add({96, 5120, true, {kB}}, false);
   add({100, 64, false, {DType::kFloat32}}, false);
   add({320, 256, true, {kB, WeightFormat::kFp8, 128, 128}}, false);
+  add({320, 256, true, {kB, WeightFormat::kNvfp4}}, false);
 }
 
 void add_added_gemms(TableBuilder& table) {
@@ -189,6 +196,7 @@ void add_added_gemms(TableBuilder& table) {
   add({12288, 128, {kB}}, true);
   add({100, 64, {DType::kFloat32}}, false);
   add({320, 288, {kB, WeightFormat::kMxfp4}}, false);
+  add({320, 288, {kB, WeightFormat::kNvfp4}}, false);
 }
 
 void add_element_ops(TableBuilder& table) {

@@ -58,6 +58,10 @@ class WeightArrays {
       m.has_zeros = spec.has_zeros;
       m.has_order = spec.has_order;
     }
+    if (spec.format == WeightFormat::kNvfp4) {
+      m.scale_rows = 1;
+      m.scale_cols = kNvfp4Columns;
+    }
     if (spec.format == WeightFormat::kPlain) {
       add_plain(op, name, shift, [=](float* to, int64_t count) {
         Stream(seed, kBits).fill(to, count, 1.0f / std::sqrt(static_cast<float>(k)));
@@ -79,6 +83,8 @@ class WeightArrays {
       add_mxfp4_scales(op, name, shift, seed);
     } else if (m.format == WeightFormat::kInt4) {
       add_int4_scales(op, name, shift, seed);
+    } else if (m.format == WeightFormat::kNvfp4) {
+      add_nvfp4_scales(op, name, shift, seed);
     } else {
       add_fp8_scales(op, name, seed);
     }
@@ -176,6 +182,24 @@ class WeightArrays {
     scales_ = op.add(std::move(array));
   }
 
+  void add_nvfp4_scales(OpInstance& op, const std::string& name, int32_t shift, uint64_t seed) {
+    const WeightMatrix& m = experts_.first;
+    const int64_t per_row = m.num_scale_cols();
+    experts_.scales_stride = (shift > 0 ? shift : m.n) * per_row * 4;
+    const int64_t count = (experts_.num_experts - 1) * experts_.scales_stride / 4 + m.n * per_row;
+    // e2m1 has an RMS of 2.9.
+    const float middle = 1.0f / (2.9f * std::sqrt(static_cast<float>(m.k)));
+    Stream stream(seed, kScales);
+    for (int64_t i = 0; i < count; ++i) float_scales_.push_back(middle * stream.normal());
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(float_scales_.data());
+    OpArray array =
+        int_array(name + "_scales", Role::kInput, std::vector<uint8_t>(bytes, bytes + 4 * count));
+    array.is_constant = true;
+    pack_for_cuda(array, PackedKind::kNvfp4Scales, 4 * per_row, experts_.scales_stride, shift,
+                  on_cuda_.scales_stride);
+    scales_ = op.add(std::move(array));
+  }
+
   void add_fp8_scales(OpInstance& op, const std::string& name, uint64_t seed) {
     const WeightMatrix& m = experts_.first;
     const int64_t num_scales = int64_t{(m.n + m.scale_rows - 1) / m.scale_rows} *
@@ -185,13 +209,13 @@ class WeightArrays {
     const float middle = 1.0f / (120.0f * std::sqrt(static_cast<float>(m.k)));
     Stream stream(seed, kScales);
     for (int64_t i = 0; i < experts_.num_experts * num_scales; ++i) {
-      fp8_scales_.push_back(m.has_exact_scales
-                                ? std::ldexp(1.0f, std::ilogb(middle) + stream.below(3))
-                                : middle * (0.5f + std::fabs(stream.normal())));
+      float_scales_.push_back(m.has_exact_scales
+                                  ? std::ldexp(1.0f, std::ilogb(middle) + stream.below(3))
+                                  : middle * (0.5f + std::fabs(stream.normal())));
     }
     OpArray array = float_array(
-        name + "_scales", Element::kF32, Element::kF32, std::ssize(fp8_scales_),
-        [scales = fp8_scales_](float* to) { std::copy(scales.begin(), scales.end(), to); });
+        name + "_scales", Element::kF32, Element::kF32, std::ssize(float_scales_),
+        [scales = float_scales_](float* to) { std::copy(scales.begin(), scales.end(), to); });
     array.is_constant = true;
     scales_ = op.add(std::move(array));
   }
@@ -261,8 +285,8 @@ class WeightArrays {
                   int32_t shift) {
     const ExpertMatrices from = experts_;
     const WeightMatrix& m = from.first;
-    if (shift > 0 && m.format != WeightFormat::kMxfp4) {
-      throw std::logic_error("with a shift only mxfp4 has plain matrices");
+    if (shift > 0 && m.format != WeightFormat::kMxfp4 && m.format != WeightFormat::kNvfp4) {
+      throw std::logic_error("with a shift only mxfp4 and nvfp4 have plain matrices");
     }
     const int64_t per_expert = stride_of(m.k * dtype_bytes(m.dtype), 0) / dtype_bytes(m.dtype);
     std::vector<float> values;
@@ -291,7 +315,7 @@ class WeightArrays {
       const int64_t tiles_per_row = (m.k + m.scale_cols - 1) / m.scale_cols;
       const int64_t tile = row / m.scale_rows * tiles_per_row + column / m.scale_cols;
       return e4m3_value(data[static_cast<size_t>(begin + column)]) *
-             fp8_scales_[static_cast<size_t>(expert * experts_.scales_stride / 4 + tile)];
+             float_scales_[static_cast<size_t>(expert * experts_.scales_stride / 4 + tile)];
     }
     const int32_t byte = data[static_cast<size_t>(begin + column / 2)];
     if (m.format == WeightFormat::kInt4) {
@@ -301,16 +325,21 @@ class WeightArrays {
       const int32_t code = column % 2 == 0 ? byte & 15 : byte >> 4;
       return bf16_to_float(float_to_bf16(static_cast<float>(code - zero) * int4_scales_[group]));
     }
+    const float element = e2m1_value(column % 2 == 0 ? byte & 15 : byte >> 4);
+    if (m.format == WeightFormat::kNvfp4) {
+      const int64_t at =
+          expert * experts_.scales_stride / 4 + row * m.num_scale_cols() + column / kNvfp4Columns;
+      return bf16_to_float(float_to_bf16(element * float_scales_[static_cast<size_t>(at)]));
+    }
     const int64_t scale =
         expert * experts_.scales_stride + row * (m.k / kMxfp4Columns) + column / kMxfp4Columns;
-    return std::ldexp(e2m1_value(column % 2 == 0 ? byte & 15 : byte >> 4),
-                      scale_bits_[static_cast<size_t>(scale)] - 127);
+    return std::ldexp(element, scale_bits_[static_cast<size_t>(scale)] - 127);
   }
 
   ExpertMatrices experts_;
   ExpertMatrices on_cuda_;
   std::vector<uint8_t> scale_bits_;  // of kMxfp4
-  std::vector<float> fp8_scales_;
+  std::vector<float> float_scales_;  // of kFp8 and kNvfp4
   std::vector<float> int4_scales_;
   std::vector<uint8_t> int4_zeros_;
   Handle data_ = kNoArray;

@@ -2,7 +2,8 @@
 #pragma once
 
 // Packed weights (cuda/gemm/packed_weights.h) by their definition, an element at a time: packs
-// row-major rows on the host, and unpacks them. It shares no code with the kernel that packs.
+// row-major rows on the host, and unpacks them, but for the scales of nvfp4, which packing changes.
+// It shares no code with the kernel that packs.
 
 #include <algorithm>
 #include <array>
@@ -12,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "base/float_types.h"
 #include "device/packed_tiles.h"
 
 namespace paceline::testing {
@@ -96,9 +98,37 @@ inline int64_t packed_scale_at(PackedKind kind, int64_t cols, int64_t row, int64
   return tile * 32 + row % 8 * 4 + in_word;
 }
 
+// The line that a scale of nvfp4 becomes: two bfloat16.
+struct Nvfp4Line {
+  uint16_t slope = 0;
+  uint16_t offset = 0;
+};
+inline Nvfp4Line nvfp4_line(float scale) {
+  const float of_1 = bf16_to_float(float_to_bf16(scale));
+  const float of_1_5 = bf16_to_float(float_to_bf16(1.5f * scale));
+  const float slope = (of_1_5 - of_1) * 2;
+  return {.slope = float_to_bf16(slope), .offset = float_to_bf16(of_1 - slope)};
+}
+// Writes the lines of a row's scales.
+inline void pack_nvfp4_scales(const uint8_t* from, int64_t row_bytes, int64_t row,
+                              std::span<uint8_t> to) {
+  for (int64_t i = 0; i < row_bytes / 4; ++i) {
+    float scale = 0;
+    std::memcpy(&scale, from + 4 * i, sizeof(scale));
+    const Nvfp4Line line = nvfp4_line(scale);
+    const int64_t tile = row / 16 * ((row_bytes + 15) / 16) + i / 4;
+    uint8_t* const at = to.data() + tile * 256 + row % 8 * 32 + i % 4 * 8 + row % 16 / 8 * 2;
+    std::memcpy(at, &line.slope, sizeof(line.slope));
+    std::memcpy(at + 4, &line.offset, sizeof(line.offset));
+  }
+}
+
 // Bytes of a packed matrix whose rows have `row_bytes`.
 inline int64_t packed_bytes(PackedKind kind, int64_t rows, int64_t row_bytes) {
-  const int64_t tile_bytes = kind == PackedKind::kFp8 ? 1024 : has_two_a_byte(kind) ? 512 : 32;
+  const int64_t tile_bytes = kind == PackedKind::kFp8           ? 1024
+                             : has_two_a_byte(kind)             ? 512
+                             : kind == PackedKind::kNvfp4Scales ? 256
+                                                                : 32;
   const int64_t row_bytes_of_tile = tile_bytes / 16;
   return (rows + 15) / 16 * ((row_bytes + row_bytes_of_tile - 1) / row_bytes_of_tile) * tile_bytes;
 }
@@ -118,6 +148,12 @@ void for_elements(PackedKind kind, int64_t rows, int64_t row_bytes, const Functi
 inline void pack_into(PackedKind kind, std::span<const uint8_t> from, int64_t row_bytes,
                       int64_t first_row, std::span<uint8_t> to) {
   const int64_t rows = row_bytes == 0 ? 0 : std::ssize(from) / row_bytes;
+  if (kind == PackedKind::kNvfp4Scales) {
+    for (int64_t row = 0; row < rows; ++row) {
+      pack_nvfp4_scales(from.data() + row * row_bytes, row_bytes, first_row + row, to);
+    }
+    return;
+  }
   for_elements(kind, rows, row_bytes, [&](int64_t row, int64_t byte, int32_t half) {
     const uint8_t value = from[static_cast<size_t>(row * row_bytes + byte)];
     if (is_of_scales(kind)) {

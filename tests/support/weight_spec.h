@@ -27,7 +27,7 @@ struct WeightSpec {
   // Whether every value is a number of `dtype`, and products sum over the columns in the order of
   // the inputs.
   [[nodiscard]] bool is_exact() const {
-    return format == WeightFormat::kMxfp4 || has_exact_scales ||
+    return format == WeightFormat::kMxfp4 || format == WeightFormat::kNvfp4 || has_exact_scales ||
            (format == WeightFormat::kInt4 && !has_order);
   }
 };

@@ -14,7 +14,14 @@ inline constexpr int32_t kPackedColumns = 64;  // of a tile
 
 // What lies in tiles. Zero points of int4 are bytes, as the scales of mxfp4 are, and lie as they
 // do.
-enum class PackedKind : uint8_t { kFp8, kMxfp4, kMxfp4Scales, kInt4, kInt4Scales };
+enum class PackedKind : uint8_t {
+  kFp8,
+  kMxfp4,  // and the elements of nvfp4
+  kMxfp4Scales,
+  kInt4,
+  kInt4Scales,
+  kNvfp4Scales  // become lines (cuda/gemm/packed_weights.h)
+};
 
 struct PackedTile {
   int32_t row_bytes;  // of a row of the tile, row-major
@@ -31,6 +38,8 @@ struct PackedTile {
       return {.row_bytes = kPackedColumns / 32};
     case PackedKind::kInt4Scales:  // of one group of columns
       return {.row_bytes = 2};
+    case PackedKind::kNvfp4Scales:
+      return {.row_bytes = kPackedColumns / 16 * 4};
   }
   return {.row_bytes = 0};
 }

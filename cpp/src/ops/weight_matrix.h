@@ -35,8 +35,8 @@ enum class WeightLayout : uint8_t {
   kRowMajor,
   // Scaled formats as the bfloat16 products of a GPU read them: in tiles of kPackedRows rows and
   // kPackedColumns columns, padded with zeros, tiles of the same rows one after the other. The
-  // scales of kMxfp4 and kInt4 and the zero points are packed in the same way; the scales of kFp8
-  // stay row-major.
+  // scales of kMxfp4, kNvfp4 and kInt4 and the zero points are packed in the same way; the scales
+  // of kFp8 stay row-major.
   kPacked,
 };
 
@@ -50,24 +50,25 @@ inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scale
 [[nodiscard]] constexpr PackedKind packed_kind(WeightFormat format) {
   switch (format) {
     case WeightFormat::kMxfp4:
+    case WeightFormat::kNvfp4:
       return PackedKind::kMxfp4;
     case WeightFormat::kInt4:
       return PackedKind::kInt4;
     case WeightFormat::kPlain:
     case WeightFormat::kFp8:
-    case WeightFormat::kNvfp4:  // is not packed
       break;
   }
   return PackedKind::kFp8;
 }
 
 // Bytes of a tile of elements; of a tile of the scales of kMxfp4, or of the zero points of two
-// groups of kInt4; and of a tile of the scales of a group of kInt4.
+// groups of kInt4; of a tile of the scales of a group of kInt4; and of one of those of kNvfp4.
 [[nodiscard]] constexpr int32_t packed_tile_bytes(WeightFormat format) {
   return packed_tile(packed_kind(format)).bytes();
 }
 inline constexpr int32_t kPackedScaleBytes = packed_tile(PackedKind::kMxfp4Scales).bytes();
 inline constexpr int32_t kPackedInt4ScaleBytes = packed_tile(PackedKind::kInt4Scales).bytes();
+inline constexpr int32_t kPackedNvfp4ScaleBytes = packed_tile(PackedKind::kNvfp4Scales).bytes();
 
 // W, [n, k]. Ops multiply values of `dtype`: scaled formats are converted to it first,
 // which is exact where every scale is a power of two. Otherwise the products are those of the
@@ -81,8 +82,8 @@ inline constexpr int32_t kPackedInt4ScaleBytes = packed_tile(PackedKind::kInt4Sc
 struct WeightMatrix {
   const std::byte* data = nullptr;  // 64 B aligned; row-major, a row takes row_bytes()
   // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32], or
-  // packed; kInt4: scale_dtype [n, k / scale_cols], or packed; kNvfp4: float [n, k / 16]; else
-  // null.
+  // packed; kInt4: scale_dtype [n, k / scale_cols], or packed; kNvfp4: float [n, k / 16], or
+  // packed; else null.
   const std::byte* scales = nullptr;
   // kInt4: [n, k / scale_cols], or packed, 0 to 15; null: all are kInt4Zero
   const uint8_t* zeros = nullptr;
@@ -93,7 +94,7 @@ struct WeightMatrix {
   int32_t k = 0;                  // kMxfp4, kInt4, kNvfp4: a multiple of 32
   DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
   WeightFormat format = WeightFormat::kPlain;
-  WeightLayout layout = WeightLayout::kRowMajor;  // kPacked: not of kPlain or kNvfp4
+  WeightLayout layout = WeightLayout::kRowMajor;  // kPacked: not of kPlain
   int32_t scale_rows = 0;                         // kFp8: a power of two
   int32_t scale_cols = 0;  // kFp8: k (one scale a row), or a multiple of 32 below it; kInt4: as
                            // kFp8, a divisor of k; kNvfp4: 16
@@ -151,7 +152,10 @@ struct WeightMatrix {
     if (has_packed_scales() && format == WeightFormat::kInt4) {
       return packed_tile_rows() * num_scale_cols() * kPackedInt4ScaleBytes;
     }
-    if (has_packed_scales()) return packed_tiles() * kPackedScaleBytes;
+    if (has_packed_scales()) {
+      return packed_tiles() *
+             (format == WeightFormat::kNvfp4 ? kPackedNvfp4ScaleBytes : kPackedScaleBytes);
+    }
     const bool has_floats = format == WeightFormat::kFp8 || format == WeightFormat::kNvfp4;
     const int64_t bytes = has_floats ? 4 : format == WeightFormat::kInt4 ? 2 : 1;
     return num_scale_rows() * num_scale_cols() * bytes;
@@ -174,10 +178,9 @@ struct WeightMatrix {
 
 // The layout of weights in the memory of a device.
 [[nodiscard]] constexpr WeightLayout layout_on(Device device, WeightFormat format, DType dtype) {
-  const bool can_be_packed = format != WeightFormat::kPlain && format != WeightFormat::kNvfp4;
-  return can_be_packed && device == Device::kCuda && dtype == DType::kBFloat16
-             ? WeightLayout::kPacked
-             : WeightLayout::kRowMajor;
+  const bool is_packed =
+      format != WeightFormat::kPlain && device == Device::kCuda && dtype == DType::kBFloat16;
+  return is_packed ? WeightLayout::kPacked : WeightLayout::kRowMajor;
 }
 
 // The same matrix of every expert of a mixture, one after the other.

@@ -100,3 +100,8 @@ paceline_test(NAME emulator_test SOURCES cuda/emulator/first_shared.cc cuda/emul
   cuda/emulator/last_shared.cc OWN_FLAGS)
 paceline_emulate(emulator_test)
 target_link_libraries(emulator_test PRIVATE emulator)
+
+paceline_test(NAME nvfp4_lines_test SOURCES cuda/emulator/first_shared.cc cuda/nvfp4_lines_test.cc
+  cuda/emulator/last_shared.cc OWN_FLAGS)
+paceline_emulate(nvfp4_lines_test)
+target_link_libraries(nvfp4_lines_test PRIVATE emulator)

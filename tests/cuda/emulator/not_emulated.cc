@@ -50,6 +50,7 @@ void launch_normed_gemm(CudaContext&, const NormedGemmParams&) {
 PACELINE_FORMAT_NOT_EMULATED(kPlain, "expert_gemm_of_sm_90a")
 PACELINE_FORMAT_NOT_EMULATED(kFp8, "products_of_fp8")
 PACELINE_FORMAT_NOT_EMULATED(kMxfp4, "products_of_mxfp4")
+PACELINE_FORMAT_NOT_EMULATED(kNvfp4, "products_of_nvfp4")
 PACELINE_FORMAT_NOT_EMULATED(kInt4, "products_of_int4")
 
 #undef PACELINE_FORMAT_NOT_EMULATED

@@ -182,7 +182,7 @@ struct ModelBuilder::Impl {
     weights.dtype = weight_dtype;
     Carver counting(weight_dtype, device, /*base=*/nullptr);
     lay_out(model->config, counting, weights);
-    if (device == Device::kCuda) check_on_gpu(model->config, weights);
+    if (device == Device::kCuda) check_on_gpu(model->config);
     const std::string purpose = "the weights of " + model->config.name;
     if (device == Device::kCpu) check_fits(counting.bytes(), purpose, host_bytes());
     weights.arena = DeviceBuffer(device_memory(device), counting.bytes(), purpose);
@@ -200,7 +200,7 @@ struct ModelBuilder::Impl {
     const DecoderConfig config = parse_decoder_config(config_json);
     check_weight_bytes(config);
     WholeLayout whole(config, weight_dtype);
-    if (device == Device::kCuda) check_on_gpu(config, whole.model.weights);
+    if (device == Device::kCuda) check_on_gpu(config);
     if (share == GpuShare::kPart) {
       check_ranks(whole.model, static_cast<int32_t>(memories.size()));
     }

@@ -79,7 +79,7 @@ void copy_facts(const Model& whole, DecoderWeights& own) {
 std::shared_ptr<const Model> split_over(const Model& whole, Device device,
                                         std::span<const RankMemory> memories, GpuShare share) {
   WholeLayout layout(whole.config, whole.weights.dtype);
-  if (device == Device::kCuda) check_on_gpu(whole.config, layout.model.weights);
+  if (device == Device::kCuda) check_on_gpu(whole.config);
   if (share == GpuShare::kPart) check_ranks(whole, static_cast<int32_t>(memories.size()));
   layout.model.default_draft_tokens = whole.default_draft_tokens;
   RankedWeights ranks(layout.model, device, memories, share);

@@ -254,23 +254,18 @@ void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
   NamedWeight named = {.name = part.name + ".scales"};
   const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
   if (part.num_experts > 0) add_dim(part.num_experts);
-  if (matrix.format == WeightFormat::kNvfp4) {
-    named.kind = WeightKind::kNvfp4Scales;
-    add_dim(part.rows);
-    add_dim(matrix.num_scale_cols());
-    return add(std::move(named));
-  }
-  if (matrix.format == WeightFormat::kMxfp4) {
-    named.dtype = DType::kUInt8;
-    named.kind = WeightKind::kMxfp4Scales;
+  if (matrix.format != WeightFormat::kFp8) {
+    const bool is_mxfp4 = matrix.format == WeightFormat::kMxfp4;
+    named.dtype = is_mxfp4 ? DType::kUInt8 : DType::kFloat32;
+    named.kind = is_mxfp4 ? WeightKind::kMxfp4Scales : WeightKind::kNvfp4Scales;
     add_dim(part.rows);
     add_dim(matrix.num_scale_cols());
     if (matrix.has_packed_scales()) {
       named.packed = {.matrix_stride = place.matrix_stride,
                       .first_row = place.first_row,
                       .num_rows = part.rows,
-                      .row_bytes = matrix.num_scale_cols(),
-                      .kind = PackedKind::kMxfp4Scales};
+                      .row_bytes = matrix.num_scale_cols() * dtype_bytes(named.dtype),
+                      .kind = is_mxfp4 ? PackedKind::kMxfp4Scales : PackedKind::kNvfp4Scales};
     }
     return add(std::move(named), place.begin);
   }

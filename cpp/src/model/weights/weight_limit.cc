@@ -71,19 +71,13 @@ void check_weight_bytes(const DecoderConfig& config) {
   visit_weights(config, no_weights, limit);
 }
 
-void check_on_gpu(const DecoderConfig& config, const DecoderWeights& weights) {
+void check_on_gpu(const DecoderConfig& config) {
   for (size_t layer = 0; layer < config.layers.size(); ++layer) {
     const std::string why =
         std::visit([](const auto& attention) { return attention.unsupported_on_gpu(); },
                    config.layers[layer].attention);
     if (!why.empty()) throw Unsupported(concat("layer ", layer, " of ", config.name, " has ", why));
   }
-  for_each_linear(config, weights, [&](const auto&, const LinearShape& shape) {
-    if (shape.format.format != WeightFormat::kNvfp4) return;
-    throw Unsupported(concat(quoted(shape.name), " of ", config.name,
-                             " is stored in nvfp4, which a GPU cannot multiply with yet; use the "
-                             "device \"cpu\", or a checkpoint in mxfp4, int4, fp8 or bfloat16"));
-  });
 }
 
 }  // namespace paceline

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "model/description/decoder_config.h"
-#include "model/weights/weights.h"
 
 namespace paceline {
 
@@ -11,8 +10,7 @@ namespace paceline {
 // sizes of regions, with their alignment, fit int64.
 void check_weight_bytes(const DecoderConfig& config);
 
-// Throws Unsupported where a GPU has no kernels for a layer, or no products for the format of a
-// matrix.
-void check_on_gpu(const DecoderConfig& config, const DecoderWeights& weights);
+// Throws Unsupported where a GPU has no kernels for a layer.
+void check_on_gpu(const DecoderConfig& config);
 
 }  // namespace paceline

@@ -34,6 +34,11 @@ inline uint4 load_shared_16(uint32_t from) {
   std::memcpy(&words, emulator::shared_pointer(from, 16), 16);
   return words;
 }
+inline uint2 load_shared_8(uint32_t from) {
+  uint2 words;
+  std::memcpy(&words, emulator::shared_pointer(from, 8), 8);
+  return words;
+}
 inline uint32_t load_shared_4(uint32_t from) {
   uint32_t word;
   std::memcpy(&word, emulator::shared_pointer(from, 4), 4);

@@ -19,6 +19,9 @@ inline void copy_weights_4(uint32_t to, const void* from, uint64_t) {
 inline void copy_or_zero_16(uint32_t to, const void* from, uint32_t bytes, uint64_t) {
   emulator::copy_later(emulator::shared_pointer(to, 16), bytes == 16 ? from : nullptr, 16);
 }
+inline void copy_or_zero_8(uint32_t to, const void* from, uint32_t bytes, uint64_t) {
+  emulator::copy_later(emulator::shared_pointer(to, 8), bytes == 8 ? from : nullptr, 8);
+}
 inline void copy_or_zero_4(uint32_t to, const void* from, uint32_t bytes, uint64_t) {
   emulator::copy_later(emulator::shared_pointer(to, 4), bytes == 4 ? from : nullptr, 4);
 }
