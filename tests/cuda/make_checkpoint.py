@@ -5,8 +5,8 @@
 
 Weights without scales are bfloat16, normal with standard deviation 0.02; those of norms have a mean
 of 1, so that a router sees states of ordinary size and spreads tokens over the experts. Elements of
-fp8 and mxfp4 are random bits, with scales that give a similar spread. The files of a target that has
-an MTP layer or the stages of a block drafter have these, too. Shards have about 4 GB, and several are
+fp8 and mxfp4 are random bits, with scales that give a similar spread. A target that has an MTP
+layer or the stages of a block drafter gets these, too. Shards have about 4 GB, and several are
 written at the same time. Needs torch, and takes minutes without a GPU.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints with random weights that have the target's own drafter beside it.
 
-They are written for GPU machines (`tests/cuda/make_checkpoint.py`); here in tiny sizes. Their names,
-dtypes and shapes are those of the tiny models that tests translate once more.
+`tests/cuda/make_checkpoint.py` writes them for GPU machines; here they are tiny. Names, dtypes and
+shapes are those of the tiny models, whose names the tests translate once more.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import make_checkpoint
 import pytest
 import torch
-from deepseek_v4_dspark import StagesSpec, make_with_stages
-from deepseek_v4_models import V4Spec, make
 from safetensors import safe_open
 
+import make_checkpoint
+from deepseek_v4_dspark import StagesSpec, make_with_stages
+from deepseek_v4_models import V4Spec, make
 from paceline import LLM, SamplingParams
 
 
@@ -65,7 +65,7 @@ def test_no_row_has_an_expert_twice() -> None:
         "layers.0.ffn.gate.tid2eid", "I64", (200, 6), num_experts=8
     )
     rows = entry.make().tolist()
-    assert all(len(set(row)) == 6 and 0 <= min(row) and max(row) < 8 for row in rows)
+    assert all(len(set(row)) == 6 and set(row) <= set(range(8)) for row in rows)
 
 
 def test_scales_give_elements_of_each_format_the_same_spread() -> None:
