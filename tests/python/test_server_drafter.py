@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM
+from paceline import LLM, cli
+from paceline.console import EXIT_USAGE
 from paceline.demo import find_demo
 from paceline.loader import load_drafter
 from running_server import RunningServer, open_demo
@@ -140,3 +141,9 @@ def test_it_is_off_by_default(llm: LLM) -> None:
         answer = change(server, NGRAM, headers={})
         assert "--allow-drafter-changes" in message(answer, 403)
     assert llm.speculative_config is before
+
+
+def test_replicas_are_refused_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["serve", "--port", "0", "--replicas", "2", "--allow-drafter-changes"]
+    assert cli.main(argv) == EXIT_USAGE
+    assert "--allow-drafter-changes is given with --replicas 2" in capsys.readouterr().err

@@ -293,6 +293,10 @@ def test_the_end_of_the_server_closes_what_is_served() -> None:
     ("options", "message"),
     [
         ({"port": 80}, "'port' is not an option of the Ray application: http_options"),
+        (
+            {"allow-drafter-changes": True},
+            "'allow-drafter-changes' is not an option of the Ray application: its engines keep",
+        ),
         ({"replicas": 2}, "'replicas' is not an option .* num_replicas, or autoscaling_config"),
         ({"max-num-seq": 2}, "the Ray application: unknown key 'max-num-seq'; did you mean"),
         ({"engines": 2}, "engines is 2; allowed: arguments of ray.serve.deployment"),

@@ -138,6 +138,12 @@ def check_options(args: argparse.Namespace) -> None:
     check_int("--port", args.port, 0, 65535)
     check_int("--replicas", args.replicas, 1, MAX_REPLICAS)
     check_int("--max-num-seqs", args.max_num_seqs, 1, MAX_NUM_SEQS)
+    if args.allow_drafter_changes and args.replicas != 1:
+        raise ValueError(
+            f"--allow-drafter-changes is given with --replicas {args.replicas}; allowed: changes "
+            "of one engine, in the server's process. Start the replicas again with another "
+            "--speculative-config"
+        )
     if args.max_queue is not None:
         check_int("--max-queue", args.max_queue, 0, MAX_INT)
     check_int("--max-body-bytes", args.max_body_bytes, 1024, MAX_INT)

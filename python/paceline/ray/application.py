@@ -50,6 +50,7 @@ _RAYS: Final = {
     "capture": "its servers may be on several machines; `paceline serve` captures to a folder",
     "capture_max_bytes": "there is no capture",
     "capture_hidden_layers": "there is no capture",
+    "allow_drafter_changes": "its engines keep their drafter; deploy it again with another one",
 }
 # Blocks that a router remembers of each replica: of one million tokens with blocks of 16.
 _MAX_BLOCKS: Final = 65_536
