@@ -29,6 +29,7 @@
 #include "common/pack_rows.h"
 #include "device/cuda_support.h"
 #include "device/device_memory.h"
+#include "device/rank_gpus.h"
 
 namespace paceline {
 
@@ -429,33 +430,22 @@ DeviceMemory& cuda_memory(int32_t gpu) {
 }
 
 void connect_gpus(std::span<const int32_t> gpus) {
-  const auto properties = [](int32_t gpu) {
+  std::vector<GpuFacts> facts;
+  for (const int32_t gpu : gpus) {
     cuda::check_gpu(gpu);
     cudaDeviceProp of_gpu = {};
     cuda::check(cudaGetDeviceProperties(&of_gpu, gpu), "cudaGetDeviceProperties");
-    return of_gpu;
-  };
-  const cudaDeviceProp first = properties(gpus.front());
-  for (const int32_t gpu : gpus) {
-    const cudaDeviceProp other = properties(gpu);
-    if (std::string_view(other.name) != first.name ||
-        other.totalGlobalMem / 16 != first.totalGlobalMem / 16) {
-      throw Unsupported(concat("GPU ", gpus.front(), " is ", first.name, " with ",
-                               first.totalGlobalMem >> 20, " MiB, but GPU ", gpu, " is ",
-                               other.name, " with ", other.totalGlobalMem >> 20,
-                               " MiB; allowed: GPUs of one kind, since all compute equal parts"));
-    }
+    facts.push_back({.gpu = gpu,
+                     .name = of_gpu.name,
+                     .memory_bytes = static_cast<int64_t>(of_gpu.totalGlobalMem)});
   }
+  check_equal_gpus(facts);
   for (const int32_t gpu : gpus) {
     for (const int32_t peer : gpus) {
       if (peer == gpu) continue;
       int can_access = 0;
       cuda::check(cudaDeviceCanAccessPeer(&can_access, gpu, peer), "cudaDeviceCanAccessPeer");
-      if (can_access == 0) {
-        throw Unsupported(concat("GPU ", gpu, " cannot access the memory of GPU ", peer,
-                                 "; allowed: GPUs that can, for example over NVLink "
-                                 "(nvidia-smi topo -p2p n shows which)"));
-      }
+      check_peer_access(gpu, peer, can_access != 0);
       const cuda::DeviceScope scope(gpu);
       const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
       if (status == cudaErrorPeerAccessAlreadyEnabled) {

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t first = first_element();
   const int32_t count = p.n - first;
   if (row >= *p.num_rows || count <= 0) return;
-  float* const logits = p.logits + int64_t{row} * p.n + first;
+  float* const logits = p.logits + row * p.stride + first;
   float values[kPerThread];
   load_first<kIsVector>(logits, count, values);
 #pragma unroll
@@ -219,9 +219,12 @@ void copy_rows(CudaContext& ctx, const CopyRowsParams& p) {
   });
 }
 
-void soft_cap(CudaContext& ctx, const SoftCapParams& p) {
+void soft_cap(CudaContext& ctx, const SoftCapParams& params) {
   using namespace cuda;
-  const auto kernel = takes_vectors(p.n, p.logits) ? soft_cap_kernel<true> : soft_cap_kernel<false>;
+  SoftCapParams p = params;
+  p.stride = params.row_stride();
+  const bool is_vector = takes_vectors(p.n, p.logits) && p.stride % kPerThread == 0;
+  const auto kernel = is_vector ? soft_cap_kernel<true> : soft_cap_kernel<false>;
   launch(ctx, "soft_cap", kernel, grid_of(p.max_rows, p.n), dim3(kThreads), 0, p);
 }
 

@@ -62,18 +62,25 @@ __device__ __forceinline__ uint64_t load_exchange_count(const GatherArgs& a) {
   return threadIdx.x == 0 ? load_here(&a.exchange.states[a.rank]->num_exchanges) : 0;
 }
 
-// The number of this exchange, in all threads, each of which calls it once. From then on the block
-// counts as one that knows it, and the last of them counts the exchange: so that takes no time at
-// the end. The next exchange waits for the end of this kernel.
+// Called by one thread of each of the `num_blocks` blocks of an exchange, once they know its
+// number. The last of them counts the exchange: so that takes no time at the end. The next exchange
+// waits for the end of this kernel.
+__device__ __forceinline__ void count_exchange(const GatherArgs& a, uint64_t number,
+                                               uint32_t num_blocks) {
+  GpuExchange::State* const state = a.exchange.states[a.rank];
+  if (atomicInc(&state->num_begun_blocks, num_blocks - 1) == num_blocks - 1) {
+    state->num_exchanges = number;
+  }
+}
+
+// The number of this exchange, in all threads, each of which calls it once; and count_exchange of
+// all blocks.
 __device__ __forceinline__ uint64_t begin_exchange(const GatherArgs& a, uint64_t count) {
   __shared__ uint64_t number;
   if (threadIdx.x == 0) number = count + 1;
   __syncthreads();
   const uint64_t known = number;
-  GpuExchange::State* const state = a.exchange.states[a.rank];
-  if (threadIdx.x == 0 && atomicInc(&state->num_begun_blocks, gridDim.x - 1) == gridDim.x - 1) {
-    state->num_exchanges = known;
-  }
+  if (threadIdx.x == 0) count_exchange(a, known, gridDim.x);
   return known;
 }
 

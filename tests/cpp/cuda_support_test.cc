@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which devices a CUDA build runs on, with devices that only say what they are.
+// Which devices a CUDA build runs on, and which can share a model, with devices that only say what
+// they are.
 
 #include "device/cuda_support.h"
 
@@ -9,6 +10,12 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
+
+#include <paceline/error.h>
+
+#include "device/rank_gpus.h"
+#include "support/errors.h"
 
 namespace paceline {
 namespace {
@@ -68,6 +75,34 @@ TEST(CudaSupport, DeviceBelowSm80IsRefusedByAnyBuild) {
               "GPU 0 is Tesla T4 (sm_75); allowed: sm_80 and newer (A100, RTX 30 and later); use "
               "device 'cpu', or choose another GPU with CUDA_VISIBLE_DEVICES");
   }
+}
+
+TEST(RankGpus, UnequalOnesAreRefusedByName) {
+  constexpr int64_t kGiB = int64_t{1} << 30;
+  const auto refusal = [](const std::vector<GpuFacts>& gpus) {
+    return testing::message_of<Unsupported>([&] { check_equal_gpus(gpus); });
+  };
+  const GpuFacts first = {.gpu = 2, .name = "NVIDIA H200", .memory_bytes = 140 * kGiB};
+  EXPECT_EQ(refusal({first}), "");
+  // The memory of equal cards may differ by a few bytes.
+  EXPECT_EQ(refusal({first, {.gpu = 3, .name = "NVIDIA H200", .memory_bytes = 140 * kGiB + 8}}),
+            "");
+  EXPECT_EQ(
+      refusal({first, first, {.gpu = 3, .name = "NVIDIA H100", .memory_bytes = 80 * kGiB}}),
+      "GPU 2 is NVIDIA H200 with 143360 MiB, but GPU 3 is NVIDIA H100 with 81920 MiB; allowed: "
+      "GPUs of one kind, since all compute equal parts");
+  // A part of a card (MIG) has its name, and less memory.
+  EXPECT_THAT(refusal({first, {.gpu = 3, .name = "NVIDIA H200", .memory_bytes = 70 * kGiB}}),
+              HasSubstr("but GPU 3 is NVIDIA H200 with 71680 MiB; allowed: GPUs of one kind"));
+}
+
+TEST(RankGpus, OnesThatCannotAccessEachOtherAreRefusedByName) {
+  const auto refusal = [](bool can_access) {
+    return testing::message_of<Unsupported>([&] { check_peer_access(1, 4, can_access); });
+  };
+  EXPECT_EQ(refusal(true), "");
+  EXPECT_THAT(refusal(false), AllOf(HasSubstr("GPU 1 cannot access the memory of GPU 4; allowed: "),
+                                    HasSubstr("NVLink")));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks exchange columns: every rank gets all columns of every row, whatever the sizes, and a rank
-// that does not come, or fails, ends the wait of the others with one error.
+// Ranks exchange columns: every rank gets all columns of every row, whatever the sizes, or the
+// token that is drawn from them; and a rank that does not come, or fails, ends the wait of the
+// others with one error.
 
 #include "ops/gather.h"
 
@@ -18,6 +19,7 @@
 #include <paceline/error.h>
 
 #include "device/cpu_context.h"
+#include "support/drawn_rows.h"
 #include "support/errors.h"
 #include "support/seed.h"
 
@@ -25,10 +27,14 @@ namespace paceline {
 namespace {
 
 using ::testing::AllOf;
+using testing::DrawnRows;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using testing::message_of;
+using ::testing::Not;
 using testing::seed_from_env;
+
+constexpr auto data_of = [](const auto& values) { return values.data(); };
 
 // Calls body(rank) on a thread for each rank and returns what each throws; "" if nothing.
 std::vector<std::string> on_ranks(int32_t num_ranks, const std::function<void(int32_t)>& body) {
@@ -248,6 +254,61 @@ TEST(Gather, ANormThatFollowsHasTheBitsOfAnOpOfItsOwn) {
       EXPECT_EQ(own_y, y);
     });
     EXPECT_THAT(messages, Each(std::string()));
+  }
+}
+
+// The tokens that every rank draws from the logits of its own ids.
+std::vector<std::vector<int32_t>> tokens_of_ranks(
+    const DrawnRows& drawn, const std::function<void(GatheredDrawParams&)>& plant) {
+  const int32_t num_ranks = drawn.columns.num_ranks;
+  RankGroup group(num_ranks, int64_t{drawn.columns.total()} * 4, /*timeout_s=*/60);
+  std::vector<std::vector<int32_t>> tokens(static_cast<size_t>(num_ranks),
+                                           std::vector<int32_t>(drawn.row_index.size(), -7));
+  const std::vector<std::string> messages = on_ranks(num_ranks, [&](int32_t rank) {
+    CpuContext ctx;
+    ThreadPool threads(2);
+    if (rank % 2 == 1) ctx = {.num_threads = 2, .threads = &threads};
+    const std::vector<float> own = drawn.own_logits(rank);
+    GatheredDrawParams p = {
+        .draw = drawn.params(own.data(), tokens[static_cast<size_t>(rank)].data(), data_of),
+        .columns = drawn.columns,
+        .ranks = {.group = &group, .rank = rank}};
+    plant(p);
+    ctx.run(gathered_draw, p);
+    float probability = 0;
+    p.draw.probabilities = &probability;
+    EXPECT_THAT(message_of<InternalError>([&] { check_gathered(p); }),
+                HasSubstr("the draw reads the logits of all ids"));
+    p.draw.probabilities = nullptr;
+    p.draw.vocab_limit = p.columns.total() + 1;
+    EXPECT_THAT(message_of<InternalError>([&] { check_gathered(p); }), HasSubstr("ranks have "));
+  });
+  EXPECT_THAT(messages, Each(std::string()));
+  return tokens;
+}
+
+TEST(Gather, ADrawFromOwnIdsHasTheTokensOfADrawFromAll) {
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 60; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    // Many rows take several steps.
+    const bool is_long = seed % 20 == 0;
+    const int32_t widest = is_long ? 4 : seed % 3 == 0 ? 700 : 30;
+    const auto num_ranks = static_cast<int32_t>(2 + seed % 4);
+    const DrawnRows drawn(num_ranks, widest, is_long ? 50000 : seed % 2 == 0 ? 30 : 6, random);
+    std::vector<int32_t> expected(drawn.row_index.size(), -7);
+    CpuContext ctx;
+    ctx.run(draw, drawn.params(drawn.logits.data(), expected.data(), data_of));
+    EXPECT_THAT(tokens_of_ranks(drawn, [](GatheredDrawParams&) {}), Each(expected));
+    // A rank that takes the id before its own for one of them.
+    const auto shift = [](GatheredDrawParams& p) {
+      if (p.ranks.rank == 1) --p.columns.first[1];
+    };
+    const int32_t end = drawn.columns.first[1];
+    if (end > 0 && drawn.vocab_limit >= end && drawn.max_rows >= 30 && drawn.token_map.empty()) {
+      EXPECT_THAT(tokens_of_ranks(drawn, shift), Not(Each(expected)));
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <functional>
@@ -150,7 +151,8 @@ TEST(RankedRunner, AHangingRankIsNamedWithinTheTimeout) {
 // A rank that computes nothing.
 class IdleRank : public Runner {
  public:
-  explicit IdleRank(const RankHandle& ranks) : ranks_(ranks), memory_({}) {}
+  explicit IdleRank(const RankHandle& ranks, const BatchShape& shape = {})
+      : ranks_(ranks), memory_(shape) {}
   void bind(Batch& batch) override {
     batch.inputs = memory_->inputs;
     batch.capacity = memory_->capacity;
@@ -242,11 +244,91 @@ TEST(RankedRunner, RanksWithThreadsAreLaunchedAndTracedSideBySide) {
   EXPECT_EQ(num_threads_now(), threads_before);
 }
 
+// Of two such ranks the second hangs: its launch does not return before it is let go.
+class HangingRank final : public IdleRank {
+ public:
+  HangingRank(const RankHandle& ranks, const BatchShape& shape, std::atomic<bool>& is_let_go)
+      : IdleRank(ranks, shape), is_let_go_(is_let_go) {}
+  void launch(const Batch&) override {
+    while (rank() == 1 && !is_let_go_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  void wait(int64_t) override { throw DeviceError("it was let go"); }  // without results
+
+ private:
+  std::atomic<bool>& is_let_go_;
+};
+
+TEST(RankedRunner, AThreadThatHangsInALaunchEndsTheEngineWithinTheTimeout) {
+  const int64_t threads_before = num_threads_now();
+  std::atomic<bool> is_let_go = false;
+  const auto model = tiny_model({.windows = {0}}, 5);
+  const BatchShape shape = {
+      .max_seqs = 8, .max_verify_rows = 256, .max_logit_rows = 256, .first_rows = FirstRows::kNone};
+  const KvLayout layout =
+      plan_kv_layout(kv_layer_shapes(model->config), {}, 8, DType::kFloat32, 8 << 20);
+  {
+    Engine engine({.shape = shape,
+                   .scheduler = {.max_num_seqs = 8,
+                                 .max_num_batched_tokens = 256,
+                                 .prefill_chunk_size = 256,
+                                 .max_score_rows = 16,
+                                 .max_in_flight = 2},
+                   .max_model_len = 256,
+                   .vocab_size = model->config.vocab_size,
+                   .hang_timeout_s = 0.3},
+                  layout,
+                  std::make_unique<RankedRunner>(
+                      std::make_unique<RankGroup>(2, 1 << 10, /*timeout_s=*/0.3),
+                      /*max_in_flight=*/2,
+                      [&](const RankHandle& ranks) {
+                        return std::make_unique<HangingRank>(ranks, shape, is_let_go);
+                      },
+                      /*has_threads=*/true));
+    static_cast<void>(engine.add_request(
+        {.prompt = {1, 2, 3}, .sampling = {.temperature = 0, .max_tokens = 20}}));
+    const auto start = std::chrono::steady_clock::now();
+    const std::string error = message_of<Error>([&] {
+      while (std::chrono::steady_clock::now() - start < std::chrono::seconds(10)) {
+        static_cast<void>(engine.poll(20));
+      }
+    });
+    EXPECT_THAT(error, HasSubstr("hang_timeout_s"));
+    is_let_go = true;
+  }
+  EXPECT_EQ(num_threads_now(), threads_before);
+}
+
+// The logits of other ranks are exchanged where more than a draw reads them, and only there.
+TEST(RankedRunner, PlainRowsExchangeTheirWinnersAndOthersTheirLogits) {
+  int64_t num_winners = 0;
+  int64_t num_logits = 0;
+  const RankedEngine ranked(2, /*hang_timeout_s=*/0, [&](int32_t, CpuRunner& runner) {
+    for (Program* const program : runner.programs()) {
+      if (program->num_nodes() == 0) continue;
+      const auto of_winners = program->params_of(gathered_draw);
+      const auto of_logits = program->params_of(draw);
+      const auto winners = std::ssize(of_winners);
+      int64_t logits = 0;
+      for (const GatherColumnsParams* p : program->params_of(gather_columns)) {
+        logits += !of_logits.empty() && p->y == of_logits.front()->logits ? 1 : 0;
+      }
+      EXPECT_EQ(winners + logits, 1);
+      EXPECT_EQ(winners + std::ssize(of_logits), 1);
+      num_winners += winners;
+      num_logits += logits;
+    }
+  });
+  // As many captured programs are for batches that process logits as for others.
+  EXPECT_GT(num_winners, 0);
+  EXPECT_EQ(num_winners, num_logits);
+}
+
 TEST(RankedRunner, PlantedFaultsGoRed) {
   const auto tokens_of = [](const std::function<void(int32_t, CpuRunner&)>& plant) {
     RankedEngine ranked(2, /*hang_timeout_s=*/0, plant);
     static_cast<void>(ranked.engine->add_request(
-        {.prompt = {1, 2, 3}, .sampling = {.temperature = 0, .max_tokens = 30}}));
+        {.prompt = {1, 2, 3}, .sampling = {.temperature = 1, .seed = 3, .max_tokens = 30}}));
     std::vector<int32_t> tokens;
     for (bool has_ended = false; !has_ended;) {
       for (const RequestEvent& event : ranked.engine->poll(20)) {
@@ -274,12 +356,22 @@ TEST(RankedRunner, PlantedFaultsGoRed) {
     }
   };
   EXPECT_NE(tokens_of(shift_normed), expected);
-  // A rank that keeps other columns than the rest draws other tokens, which is seen at once.
-  EXPECT_THAT(message_of<Error>([&] {
-                static_cast<void>(tokens_of(on_gathers(1, [](GatherColumnsParams& p) {
-                  if (p.columns.total() == 64) p.y = static_cast<float*>(p.y) + 1;
-                })));
-              }),
+  // Both ranks take the first id of rank 1 for one of rank 0, and do not draw it.
+  const auto shift_ids = [](int32_t, CpuRunner& runner) {
+    for (Program* const program : runner.programs()) {
+      for (GatheredDrawParams* p : program->params_of(gathered_draw)) {
+        p->draw.vocab_limit = p->columns.first[1];
+      }
+    }
+  };
+  EXPECT_NE(tokens_of(shift_ids), expected);
+  // A rank that draws other tokens than the rest is seen at once.
+  const auto differ = [](int32_t rank, CpuRunner& runner) {
+    for (Program* const program : runner.programs()) {
+      for (GatheredDrawParams* p : program->params_of(gathered_draw)) p->draw.tokens += rank;
+    }
+  };
+  EXPECT_THAT(message_of<Error>([&] { static_cast<void>(tokens_of(differ)); }),
               HasSubstr("ranks 0 and 1 of 2 have drawn different tokens"));
 }
 

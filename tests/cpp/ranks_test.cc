@@ -245,6 +245,45 @@ TEST(Ranks, DraftersThatAreSharedDraftTheSameTokens) {
   EXPECT_GT(num_accepted, 100);
 }
 
+// Rows of which only the winners are exchanged, and those whose logits are: for rejection, for a
+// drafter that stops early, and for requests that change logits beside others that do not.
+TEST(Ranks, EveryAcceptanceMethodHasTheTokensOfOneRank) {
+  const auto target = tiny_model(TinyModel{.num_qo_heads = 12, .num_kv_heads = 12}, 1);
+  const auto draft = tiny_model(TinyModel{.num_qo_heads = 12, .num_kv_heads = 12}, 1, 0.05f, 3);
+  std::mt19937_64 random(8);
+  int64_t num_accepted = 0;
+  for (const auto method :
+       {AcceptMethod::kCoupled, AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+    for (const double threshold : {0.0, 0.2}) {
+      for (const bool mixes : {false, true}) {
+        std::vector<Job> jobs = random_jobs(random, 8, 64, 0.8);
+        if (mixes) mix_sampling(jobs, random, 64);
+        std::vector<Outcome> expected;
+        for (const int32_t num_ranks : {1, 2, 3}) {
+          SCOPED_TRACE(std::to_string(num_ranks) + " ranks, method " +
+                       std::to_string(static_cast<int>(method)));
+          ExecutorOptions options = options_of(num_ranks, 3);
+          options.speculative.rejection_sample_method = method;
+          options.speculative.draft_stop_threshold = threshold;
+          options.speculative.draft_driver = DraftDriver::kWhile;  // which can stop early
+          options.speculative.draft_tensor_parallel_size = num_ranks;
+          options.speculative.adaptive = false;
+          Executor executor(target, draft, options);
+          const std::vector<Outcome> outcomes = run(executor, jobs);
+          if (num_ranks == 1) expected = outcomes;
+          expect_same(outcomes, expected);
+          for (size_t i = 0; i < jobs.size(); ++i) {
+            EXPECT_EQ(outcomes[i].counters.num_accepted_tokens,
+                      expected[i].counters.num_accepted_tokens);
+            num_accepted += outcomes[i].counters.num_accepted_tokens;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(num_accepted, 500);
+}
+
 TEST(Ranks, ADrafterIsSharedAsAskedOrRefused) {
   const auto target = tiny_model(TinyModel{.num_qo_heads = 12, .num_kv_heads = 12}, 1);
   const auto draft = tiny_model(TinyModel{.num_qo_heads = 4, .num_kv_heads = 2}, 2);

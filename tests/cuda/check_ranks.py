@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the output of several GPUs with that of one, for models of real size.
 
-    check_ranks.py --config NAME [--drafter METHOD:NAME] [--drafter-ranks 1|all] [--ranks 1,2,4]
-                   [--requests N] [--tokens N]
+    check_ranks.py --config NAME [--drafter METHOD:NAME|itself] [--drafter-ranks 1|all]
+                   [--ranks 1,2,4] [--requests N] [--tokens N]
 
 The models have dummy weights and are those of `paceline bench latency --config`. Half of the
-requests are greedy and half are drawn; one rank decodes plainly, and the others speculate. Prints
-how many tokens were compared and how many differ, and how long each number of ranks took. Exits
-with 1 if a token differs.
+requests are greedy and half are drawn; one rank decodes plainly, and the others speculate. With
+`--drafter itself` the target drafts for itself, and every draft has to be accepted. Prints how many
+tokens were compared and how many differ, and how long each number of ranks took. Exits with 1 if a
+token differs, or a draft of such a drafter is not accepted.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ def outputs(args: argparse.Namespace, num_ranks: int) -> list[list[int]]:
     if args.drafter and num_ranks > 1:
         size = {None: None, "1": 1, "all": num_ranks}[args.drafter_ranks]
         method, _, name = args.drafter.partition(":")
-        draft = load_draft(
-            name, target, method=method, draft_tensor_parallel_size=size, dummy=True, **placed
-        )
+        if args.drafter == "itself":
+            method, draft = "draft_model", target
+        else:
+            draft = load_draft(
+                name, target, method=method, draft_tensor_parallel_size=size, dummy=True, **placed
+            )
         speculative = {
-            "method": method, "model": name, "num_speculative_tokens": 3,
+            "method": method, "model": name or "itself", "num_speculative_tokens": 3,
             "draft_tensor_parallel_size": size,
         }  # fmt: skip
     vocab = target.config["vocab_size"]
@@ -53,6 +57,12 @@ def outputs(args: argparse.Namespace, num_ranks: int) -> list[list[int]]:
     loaded = time.monotonic()
     tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
     end = time.monotonic()
+    if draft is target:
+        counters = llm.stats()["speculative_decoding"]
+        accepted, drafted = counters["num_accepted_draft_tokens"], counters["num_draft_tokens"]
+        print(f"{num_ranks} ranks: {accepted} of {drafted} drafts accepted")
+        if not accepted == drafted > 0:
+            raise SystemExit(1)
     llm.close()
     print(f"{num_ranks} ranks: loaded in {loaded - begin:.1f} s, generated in {end - loaded:.1f} s")
     return tokens

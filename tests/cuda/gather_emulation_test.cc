@@ -21,12 +21,14 @@
 #include "device/device_memory.h"
 #include "device/rank_group.h"
 #include "ops/gather.h"
+#include "support/drawn_rows.h"
 #include "support/seed.h"
 
 namespace paceline {
 namespace {
 
 using emulator::GuardedMemory;
+using testing::DrawnRows;
 using testing::seed_from_env;
 
 // Arrays of one rank between guards.
@@ -149,6 +151,9 @@ GatheredNormParams params_of(const Case& c, const RankHandle& ranks, Arrays& arr
   return p;
 }
 
+constexpr int32_t kNumSms = 12;
+constexpr int32_t kRowsOfADraw = kNumSms / 2;  // of a launch
+
 // Ranks whose kernels are emulated.
 class EmulatedRanks {
  public:
@@ -165,38 +170,44 @@ class EmulatedRanks {
   }
   [[nodiscard]] RankHandle handle(int32_t rank) { return {.group = &group_, .rank = rank}; }
 
-  // Calls run(context, params of the rank) twice for every rank. `all`: the params of the second
-  // time, whose arrays are in `arrays`.
-  template <class Run>
-  void exchange(const Case& c, Arrays& arrays, std::vector<GatheredNormParams>& all,
-                const Run& run) {
+  // Calls run(context, make(rank)) twice for every rank, which makes `num_exchanges` each time, at
+  // most two. Returns the params of the second time.
+  template <class Make, class Run>
+  auto exchange(uint64_t num_exchanges, const Make& make, const Run& run) {
+    std::vector<decltype(make(handle(0)))> all;
     const GpuExchange& exchange = group_.gpu_exchange();
-    CudaContext ctx = {.num_sms = 132,
+    CudaContext ctx = {.num_sms = kNumSms,
                        .block_shared_bytes = 227 << 10,
                        .sm_shared_bytes = 228 << 10,
-                       .is_portable = true};
+                       .is_portable = true,
+                       .workspace = workspace_.data(),
+                       .workspace_bytes = std::ssize(workspace_),
+                       .counters = counters_.data(),
+                       .num_counters = static_cast<int32_t>(counters_.size())};
     for (int32_t rank = 0; rank < group_.num_ranks(); ++rank) {
       const GpuExchange::State before = *exchange.states[rank];
-      run(ctx, params_of(c, handle(rank), arrays));
+      run(ctx, make(handle(rank)));
       *exchange.states[rank] = before;
     }
     for (int32_t rank = 0; rank < group_.num_ranks(); ++rank) {
       const uint64_t before = exchange.states[rank]->num_exchanges;
-      all.push_back(params_of(c, handle(rank), arrays));
+      all.push_back(make(handle(rank)));
       run(ctx, all.back());
-      // Without rows there is none.
       const uint64_t count = exchange.states[rank]->num_exchanges;
-      EXPECT_EQ(count, before + (c.num_rows > 0 ? 1 : 0));
+      EXPECT_EQ(count, before + num_exchanges);
       EXPECT_EQ(exchange.states[rank]->num_begun_blocks, 0U);
       // No flag is of an exchange that has not begun.
       for (int32_t i = 0; i < exchange.kMaxBlocks * kMaxRanks; ++i) {
-        ASSERT_LE(exchange.arrivals[rank][i], exchange.states[0]->num_exchanges);
+        EXPECT_LE(exchange.arrivals[rank][i], exchange.states[0]->num_exchanges);
       }
     }
+    return all;
   }
 
  private:
   RankGroup group_;
+  std::vector<std::byte> workspace_ = std::vector<std::byte>(1 << 16);
+  std::vector<int32_t> counters_ = std::vector<int32_t>(64);
 };
 
 std::string bytes_at(const void* from, size_t count) {
@@ -223,15 +234,17 @@ TEST(GatherEmulation, EveryRankHasAllColumnsAndTheNormOfThem) {
                                            : 300,
                                  is_wide ? 40 : max_rows, random);
       Arrays arrays;
-      std::vector<GatheredNormParams> joined;
-      std::vector<GatheredNormParams> apart;
-      ranks.exchange(c, arrays, joined,
-                     [](CudaContext& ctx, const GatheredNormParams& p) { gathered_norm(ctx, p); });
-      ranks.exchange(c, arrays, apart, [](CudaContext& ctx, const GatheredNormParams& p) {
-        if (p.places) combine_experts(ctx, *p.places);
-        gather_columns(ctx, p.gather);
-        rms_norm(ctx, p.norm);
-      });
+      const auto make = [&](const RankHandle& of) { return params_of(c, of, arrays); };
+      const uint64_t num_exchanges = c.num_rows > 0 ? 1 : 0;  // without rows there is none
+      const auto joined = ranks.exchange(
+          num_exchanges, make,
+          [](CudaContext& ctx, const GatheredNormParams& p) { gathered_norm(ctx, p); });
+      const auto apart =
+          ranks.exchange(num_exchanges, make, [](CudaContext& ctx, const GatheredNormParams& p) {
+            if (p.places) combine_experts(ctx, *p.places);
+            gather_columns(ctx, p.gather);
+            rms_norm(ctx, p.norm);
+          });
       ASSERT_FALSE(HasFailure());
       arrays.check();
       const size_t row_bytes = c.whole.size() / static_cast<size_t>(c.max_rows);
@@ -254,6 +267,49 @@ TEST(GatherEmulation, EveryRankHasAllColumnsAndTheNormOfThem) {
       ASSERT_FALSE(HasFailure());
     }
   }
+}
+
+TEST(GatherEmulation, ADrawFromOwnIdsHasTheTokensOfADrawFromAll) {
+  const uint64_t first_seed = seed_from_env(1);
+  int64_t num_drawn = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 12; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    emulator::set_options({.seed = seed});
+    const auto num_ranks = static_cast<int32_t>(2 + random() % 3);
+    EmulatedRanks ranks(num_ranks, 1 << 12);
+    for (int32_t i = 0; i < 4; ++i) {
+      // Several blocks of a row, and two launches.
+      const DrawnRows rows(num_ranks, i == 3 ? 6000 : 400, 2 * kRowsOfADraw, random);
+      Arrays arrays;
+      const auto add = [&](const auto& values) { return arrays.add(values); };
+      const auto draw_of = [&](const std::vector<float>& logits) {
+        const std::vector<int32_t> tokens(rows.row_index.size(), -7);
+        return rows.params(arrays.add(logits), arrays.add(tokens), add);
+      };
+      const auto num_launches =
+          static_cast<uint64_t>((rows.num_rows[0] + kRowsOfADraw - 1) / kRowsOfADraw);
+      const auto drawn = ranks.exchange(
+          num_launches,
+          [&](const RankHandle& of) -> GatheredDrawParams {
+            return {
+                .draw = draw_of(rows.own_logits(of.rank)), .columns = rows.columns, .ranks = of};
+          },
+          [](CudaContext& ctx, const GatheredDrawParams& p) { gathered_draw(ctx, p); });
+      const auto whole = ranks.exchange(
+          0, [&](const RankHandle&) { return draw_of(rows.logits); },
+          [](CudaContext& ctx, const DrawParams& p) { draw(ctx, p); });
+      arrays.check();
+      for (const GatheredDrawParams& p : drawn) {
+        for (size_t row = 0; row < rows.row_index.size(); ++row) {
+          EXPECT_EQ(p.draw.tokens[row], whole[0].tokens[row]) << "row " << row << ", draw " << i;
+          num_drawn += p.draw.tokens[row] >= 0 ? 1 : 0;
+        }
+      }
+      ASSERT_FALSE(HasFailure());
+    }
+  }
+  EXPECT_GT(num_drawn, 100);
 }
 
 }  // namespace

@@ -31,6 +31,7 @@
 #include "support/cuda_fixture.h"
 #include "support/described_model.h"
 #include "support/draft_head_checks.h"
+#include "support/drawn_rows.h"
 #include "support/engine_checks.h"
 #include "support/errors.h"
 #include "support/format_tensors.h"
@@ -45,6 +46,7 @@ namespace {
 
 using ::testing::AllOf;
 using testing::check_cuda;
+using testing::DrawnRows;
 using testing::expect_same;
 using ::testing::HasSubstr;
 using testing::Job;
@@ -82,6 +84,11 @@ class RankDevice {
     check_cuda(cudaStreamCreateWithFlags(&context_.stream, cudaStreamNonBlocking), "a stream");
     const int32_t zero = 0;
     zero_ = reinterpret_cast<const int32_t*>(upload(&zero, sizeof(zero)));
+    const std::vector<std::byte> scratch(1 << 20);
+    context_.workspace = upload(scratch.data(), std::ssize(scratch));
+    context_.workspace_bytes = std::ssize(scratch);
+    context_.num_counters = 1 << 10;
+    context_.counters = reinterpret_cast<int32_t*>(upload(scratch.data(), 4 << 10));
   }
   ~RankDevice() {
     const cuda::DeviceScope scope(gpu_);
@@ -227,6 +234,76 @@ TEST_F(CudaRanks, ExchangesGiveEveryRankAllColumns) {
       }
     }
   }
+}
+
+// Rows of several blocks and launches. The draw from all logits is that of the first rank's GPU.
+TEST_F(CudaRanks, ADrawFromOwnIdsHasTheTokensOfADrawFromAll) {
+  const uint64_t first_seed = seed_from_env(1);
+  int64_t num_drawn = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 24; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const int32_t num_ranks = random_num_ranks(random);
+    const std::vector<int32_t> gpus = gpus_for(num_ranks);
+    const auto group = group_on(gpus, 1 << 12);
+    std::vector<std::unique_ptr<RankDevice>> devices;
+    for (const int32_t gpu : gpus) {
+      devices.push_back(std::make_unique<RankDevice>(gpu, gpus.back() == gpus.front()));
+    }
+    struct Check {
+      DrawParams whole;
+      std::vector<GatheredDrawParams> params;  // by rank
+    };
+    std::vector<Check> checks;
+    for (int32_t i = 0; i < 12; ++i) {
+      const DrawnRows rows(num_ranks, i % 3 == 0 ? 20000 : 300, i % 4 == 1 ? 300 : 9, random);
+      const auto draw_on = [&](RankDevice& device, const std::vector<float>& logits) {
+        const auto add = [&]<class T>(const std::vector<T>& values) {
+          const auto bytes = std::ssize(values) * static_cast<int64_t>(sizeof(T));
+          return reinterpret_cast<T*>(device.upload(values.data(), bytes));
+        };
+        const std::vector<int32_t> tokens(rows.row_index.size(), -7);
+        return rows.params(add(logits), add(tokens), add);
+      };
+      Check check = {.whole = draw_on(*devices.front(), rows.logits), .params = {}};
+      for (int32_t rank = 0; rank < num_ranks; ++rank) {
+        check.params.push_back(
+            {.draw = draw_on(*devices[static_cast<size_t>(rank)], rows.own_logits(rank)),
+             .columns = rows.columns,
+             .ranks = {.group = group.get(), .rank = rank}});
+      }
+      checks.push_back(std::move(check));
+    }
+    for (const Check& check : checks) devices.front()->run(draw, check.whole);
+    devices.front()->synchronize(*group);
+    // First without rows, since the driver may wait for the device when it loads a kernel.
+    for (const bool has_rows : {false, true}) {
+      for (const Check& check : checks) {
+        for (size_t rank = 0; rank < devices.size(); ++rank) {
+          GatheredDrawParams p = check.params[rank];
+          if (!has_rows) p.draw.num_rows = devices[rank]->zero();
+          devices[rank]->run(gathered_draw, p);
+        }
+      }
+      for (const auto& device : devices) device->synchronize(*group);
+      ASSERT_EQ(group->failure(), "");
+    }
+    const auto tokens_of = [](const RankDevice& device, const DrawParams& p) {
+      std::vector<int32_t> tokens(static_cast<size_t>(p.max_rows));
+      device.memory().download(reinterpret_cast<std::byte*>(tokens.data()),
+                               reinterpret_cast<const std::byte*>(p.tokens), 4 * p.max_rows);
+      return tokens;
+    };
+    for (size_t i = 0; i < checks.size(); ++i) {
+      const std::vector<int32_t> expected = tokens_of(*devices.front(), checks[i].whole);
+      num_drawn += std::ranges::count_if(expected, [](int32_t token) { return token >= 0; });
+      for (size_t rank = 0; rank < devices.size(); ++rank) {
+        EXPECT_EQ(tokens_of(*devices[rank], checks[i].params[rank].draw), expected)
+            << "draw " << i << " on rank " << rank;
+      }
+    }
+  }
+  EXPECT_GT(num_drawn, 1000);
 }
 
 // The exchange of a branch's output and the norm behind it: in one kernel as in ops of their own.

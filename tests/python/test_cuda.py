@@ -23,6 +23,7 @@ from cuda_engines import (
     PROMPTS,
     bfloat16_transformers,
     check_a_drafter_agrees_with_itself,
+    check_all_accepted,
     check_bfloat16_checkpoints,
     check_float32_logits,
     check_logits_do_not_depend_on_chunks,
@@ -172,6 +173,19 @@ def test_weights_are_those_of_the_cpu(target: Path, draft: Path, tmp_path: Path)
     ).model
     whole = bytes(load_checkpoint(draft, device="cpu", progress=False).model.arena())
     assert drafter.gpus == tuple(gpus) and bytes(drafter.arena()) == whole * len(gpus)
+
+
+def test_a_model_drafts_for_itself_on_the_chosen_gpus(target: Path) -> None:
+    gpus = chosen_gpus()
+    model = load_checkpoint(target, device="cuda", gpus=gpus["devices"], progress=False)
+    config = {"model": "itself", "num_speculative_tokens": 3, "x": {"adaptive": False}}
+    with LLM.from_loaded(
+        model, model, speculative_config=config, max_model_len=MAX_MODEL_LEN, show_progress=False,
+        **gpus,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, seed=1, max_tokens=20))
+        check_all_accepted(outputs)
+        assert generate(llm, 1.0) == plain_tokens(target, 1.0)
 
 
 def test_new_weights_reach_the_chosen_gpus(target: Path, draft: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -17,9 +18,11 @@ import pytest
 
 import mtp_models
 import qwen3_5_mtp
+from cuda_engines import check_all_accepted
 from drafter_checks import PROMPTS
 from errors import refuses
 from paceline import LLM, AsyncLLM, EngineConfig, SamplingParams
+from paceline.demo import find_demo
 from paceline.device import chosen_gpus
 from paceline.loader import load_checkpoint
 from tiny_configs import DEEPSEEK, QWEN3_5
@@ -87,6 +90,51 @@ def test_ranks_share_a_drafter_as_asked() -> None:
     named = "draft_tensor_parallel_size is 4"
     refuses(lambda: llm(4, 4), named, *parts, kind=NotImplementedError)
     refuses(lambda: llm(4, 2), "draft_tensor_parallel_size is 2", "allowed: 1")
+
+
+def test_a_model_drafts_for_itself() -> None:
+    target = load_checkpoint(make(TinySpec("llama", seed=3)), progress=False)
+    options = {name: value for name, value in ENGINE.items() if name != "device"}
+    with LLM.from_loaded(target, **options) as llm:
+        expected = generated(llm)
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=20)
+    for ranks, draft_ranks in ((1, None), (2, None), (2, 1), (2, 2), (4, 4)):
+        config = {
+            "model": "itself",
+            "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": draft_ranks,
+            "x": {"adaptive": False},
+        }
+        with LLM.from_loaded(
+            target, target, speculative_config=config, tensor_parallel_size=ranks, **options
+        ) as llm:
+            check_all_accepted(llm.generate(PROMPTS, params))
+            assert generated(llm) == expected, (ranks, draft_ranks)
+
+
+def test_structured_outputs_are_those_of_one_rank() -> None:
+    demo = find_demo("draft_model")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammars: list[dict[str, Any]] = [{"json": schema}, {"regex": r"[a-f]{3}-\d{2,4}"}]
+    params = [
+        SamplingParams(temperature=heat, seed=5, max_tokens=40, structured_outputs=grammar)
+        for heat in (0.0, 0.9)
+        for grammar in grammars
+    ]
+    expected = None
+    for ranks in (1, 2):
+        for speculative in (None, demo.speculative_config(5)):
+            with LLM(
+                str(demo.target),
+                speculative_config=speculative,
+                tensor_parallel_size=ranks,
+                **{**ENGINE, "max_model_len": 256},
+            ) as llm:
+                outputs = llm.generate(["x = "] * len(params), params)
+            found = [(o.outputs[0].token_ids, o.outputs[0].text) for o in outputs]
+            assert re.fullmatch(r"[a-f]{3}-\d{2,4}", found[1][1])
+            expected = found if expected is None else expected
+            assert found == expected, (ranks, speculative)
 
 
 @pytest.mark.parametrize("family", [*DEEPSEEK, *QWEN3_5])

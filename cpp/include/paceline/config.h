@@ -84,8 +84,8 @@ struct SpeculativeOptions {
   // The ranks that share the drafter: tensor_parallel_size, so that each rank computes a part of
   // it, or 1, so that each computes all of it. 0 is what takes less time by a count of bytes: where
   // the bytes that a draft step then does not read are more than 24 MiB for each exchange that it
-  // makes, the drafter is shared (docs/tensor-parallel.md). On GPUs it must agree with what
-  // split_model has made of the drafter.
+  // makes, the drafter is shared (docs/tensor-parallel.md). On GPUs it must agree with the GpuShare
+  // that the drafter was loaded with.
   int32_t draft_tensor_parallel_size = 0;
   // How draft steps are run.
   DraftDriver draft_driver = DraftDriver::kUnrolled;
@@ -150,8 +150,8 @@ struct ExecutorOptions {
   // CPU threads that run the ops, 1..1024; 0 is all cores.
   int32_t num_threads = 0;
   // Ranks that share a model, 1..8 (docs/tensor-parallel.md). On the CPU they are threads, which
-  // share num_threads. Each has a GPU of its own on CUDA: in C++ those that split_model has copied
-  // the models to, in C the first ones.
+  // share num_threads. Each has a GPU of its own on CUDA: in C++ those that the models were loaded
+  // or copied to, in C the first ones.
   int32_t tensor_parallel_size = 1;
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
   // request may ask for logprobs, and no memory is reserved for them.

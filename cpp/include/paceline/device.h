@@ -10,7 +10,7 @@
 
 namespace paceline {
 
-// Where weights are held and ops run; kCuda is GPU 0, unless split_model chooses others.
+// Where weights are held and ops run; kCuda is GPU 0, unless gpus chooses others.
 enum class Device : uint8_t { kCpu, kCuda };
 
 // "cpu", "cuda"

@@ -90,16 +90,16 @@ typedef struct paceline_options {
   // The ranks that share the drafter: tensor_parallel_size, so that each rank computes a part of
   // it, or 1, so that each computes all of it. 0 is what takes less time by a count of bytes: where
   // the bytes that a draft step then does not read are more than 24 MiB for each exchange that it
-  // makes, the drafter is shared (docs/tensor-parallel.md). On GPUs it must agree with what
-  // split_model has made of the drafter.
+  // makes, the drafter is shared (docs/tensor-parallel.md). On GPUs it must agree with the GpuShare
+  // that the drafter was loaded with.
   int32_t draft_tensor_parallel_size;
   // Of models with recurrent layers the prefix cache keeps a state at every multiple of this many
   // tokens, which is a multiple of block_size, and at the ends of prompts and outputs. 0 is 4,096,
   // or the largest multiple of block_size below.
   int32_t state_interval;
   // Ranks that share a model, 1..8 (docs/tensor-parallel.md). On the CPU they are threads, which
-  // share num_threads. Each has a GPU of its own on CUDA: in C++ those that split_model has copied
-  // the models to, in C the first ones.
+  // share num_threads. Each has a GPU of its own on CUDA: in C++ those that the models were loaded
+  // or copied to, in C the first ones.
   int32_t tensor_parallel_size;
   // Seconds, up to 86,400, after which an iteration that the device has not completed is a failure
   // of the device, which poll() raises like any other; 0 is off. Longer than the longest iteration.

@@ -39,6 +39,7 @@ struct Batch {
   int32_t num_drafts = 0;
   bool has_prefill = false;     // some sequence has rows that are not kDecode
   bool has_logit_work = false;  // some sequence uses the logits pipeline or logprobs
+  bool returns_logits = false;  // some sequence gets its logits: on rank 0 in score_copies
   bool catches_up = false;      // the first pass has rows for tokens that the drafter has missed
   // Rows of the first pass and of the verify pass differ, though the one reads hidden states of the
   // other.

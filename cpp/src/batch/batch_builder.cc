@@ -217,6 +217,7 @@ void add_logit_rows(const PlannedSequence& planned, const BatchShape& shape, int
                  planned.num_rows - skipped, " rows of logits; max_logit_rows is ",
                  shape.max_logit_rows);
   if (is_score && has_logits) {
+    batch.returns_logits = true;
     batch.score_copies.push_back({.first_logit_row = logit_row,
                                   .num_rows = planned.num_rows,
                                   .destination = sequence.logits,
@@ -253,6 +254,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
   batch.num_drafts = plan.num_drafts;
   batch.has_prefill = plan.has_prefill;
   batch.has_logit_work = false;
+  batch.returns_logits = false;
   batch.catches_up = false;
   batch.gathers_hidden = false;
   batch.keeps_hidden = plan.keeps_hidden;

@@ -244,11 +244,12 @@ void check_gpus(const ExecutorOptions& o, const Model& model) {
   throw InvalidArgument(concat("tensor_parallel_size is ", o.tensor_parallel_size, ", but ",
                                model.config.name, " was loaded to ", num_gpus,
                                num_gpus == 1 ? " GPU" : " GPUs", "; allowed: ", num_gpus,
-                               ", or a model that split_model has copied to as many GPUs"));
+                               ", or a model that was loaded with as many gpus (ModelBuilder, "
+                               "load_model_folder, split_model)"));
 }
 
-// Refuses a drafter that ranks cannot share as the options ask, or that split_model has given to
-// GPUs in another way.
+// Refuses a drafter that ranks cannot share as the options ask, or that was loaded to GPUs in
+// another way.
 void check_draft_share(const ExecutorOptions& o, const Model& draft) {
   const int32_t size = o.speculative.draft_tensor_parallel_size;
   if (draft.ranks.size() < 2) {
@@ -261,8 +262,8 @@ void check_draft_share(const ExecutorOptions& o, const Model& draft) {
   throw InvalidArgument(concat("draft_tensor_parallel_size is ", size, ", but each of ",
                                draft.ranks.size(), " GPUs has ", has_parts ? "a part" : "all",
                                " of the drafter ", draft.config.name, "; allowed: ", allowed,
-                               ", 0, or a drafter that split_model has copied as drafter_share() "
-                               "says"));
+                               ", 0, or a drafter that was loaded with the share that "
+                               "drafter_share() returns"));
 }
 
 // Refuses a target and a drafter on different GPUs.

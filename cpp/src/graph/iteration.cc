@@ -9,6 +9,7 @@
 #include "device/cuda_context.h"
 #include "metadata/pass_rows.h"
 #include "ops/fork.h"
+#include "ops/gather.h"
 #include "sample/accept.h"
 #include "sample/logits.h"
 #include "speculate/row_ops.h"
@@ -80,6 +81,31 @@ DrawParams Iteration::draw_params(const DraftDraws& draws) const {
           .steps_ahead = draws.adds_steps ? draws.steps : nullptr};
 }
 
+LogitIds Iteration::target_ids(const IterationExtent& extent) const {
+  const bool rejects = extent.num_drafts > 0 && buffers_.rejection.is_used();
+  const bool reads_all = extent.has_logit_work || extent.returns_logits || rejects;
+  return reads_all ? LogitIds::kAll : LogitIds::kOwn;
+}
+
+LogitIds Iteration::draft_ids(const IterationExtent& extent, const float* probabilities) const {
+  const bool reads_all =
+      extent.has_logit_work || buffers_.rejection.is_used() || probabilities != nullptr;
+  return reads_all ? LogitIds::kAll : LogitIds::kOwn;
+}
+
+template <class Ctx>
+void Iteration::draw_ids(Ctx& ctx, const DrawParams& params, const Decoder& decoder,
+                         LogitIds ids) const {
+  const RankColumns& columns = decoder.lm_head().outputs;
+  if (ids == LogitIds::kAll || !columns.is_shared()) {
+    ctx.run(draw, params);
+    return;
+  }
+  ctx.run(
+      gathered_draw,
+      GatheredDrawParams{.draw = params, .columns = columns, .ranks = buffers_.activations.ranks});
+}
+
 template <class Ctx>
 void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent,
                             const DraftDraws& draws) const {
@@ -100,7 +126,7 @@ void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent,
   if (b.rejection.is_used()) {
     params = propose_draft(ctx, b.rejection, b.sequences, params, draws.steps);
   }
-  ctx.run(draw, params);
+  draw_ids(ctx, params, *decoder_of(speculator_), draws.ids);
 }
 
 template <class Ctx>
@@ -227,27 +253,30 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
   }
   target_.forward(ctx, rows, b.verify_metadata, b.activations, taps,
                   output.has_value() ? &*output : nullptr);
+  const LogitIds ids = target_ids(extent);
   target_.logits(
       ctx, &b.staged.counts->num_all_logit_rows,
       std::min(extent.num_logit_rows + extent.num_prompt_rows, options_.shape.max_logit_rows),
       output.has_value() ? b.identity : b.staged.logit_rows, with_output(b.activations, output),
-      b.gathered, b.logits);
+      b.gathered, b.logits, ids);
   target_.capture_output(ctx, rows, b.activations, captures);
   if (extent.has_logit_work) {
     save_logits(ctx, extent);
     process_logits(ctx, extent, rows);
   }
-  ctx.run(draw, DrawParams{.num_rows = &b.staged.counts->num_logit_rows,
-                           .max_rows = extent.num_logit_rows,
-                           .logits = b.logits,
-                           .logits_stride = target_.config().vocab_size,
-                           .vocab_limit = target_.config().vocab_size,
-                           .row_index = b.staged.logit_rows,
-                           .seq_slot = rows.seq_slot,
-                           .positions = rows.positions,
-                           .seeds = b.sequences.seed,
-                           .temperatures = b.sequences.temperature,
-                           .tokens = b.target_tokens});
+  draw_ids(ctx,
+           DrawParams{.num_rows = &b.staged.counts->num_logit_rows,
+                      .max_rows = extent.num_logit_rows,
+                      .logits = b.logits,
+                      .logits_stride = target_.config().vocab_size,
+                      .vocab_limit = target_.config().vocab_size,
+                      .row_index = b.staged.logit_rows,
+                      .seq_slot = rows.seq_slot,
+                      .positions = rows.positions,
+                      .seeds = b.sequences.seed,
+                      .temperatures = b.sequences.temperature,
+                      .tokens = b.target_tokens},
+           target_, ids);
   AcceptParams params{.inputs = b.staged,
                       .sequences = b.sequences,
                       .target_tokens = b.target_tokens,
@@ -367,9 +396,10 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
     input.output = &*output;
   }
   draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations, input);
+  const LogitIds ids = draft_ids(extent, b.draft_stop.probabilities);
   draft_logits(ctx, speculator_, &b.staged.counts->num_drafting, extent.num_drafting,
                output.has_value() ? b.identity : b.first_last_row,
-               with_output(b.activations, output), b.draft_output);
+               with_output(b.activations, output), b.draft_output, ids);
   draw_drafts(ctx, extent,
               {.num_rows = &b.staged.counts->num_drafting,
                .max_rows = extent.num_drafting,
@@ -380,7 +410,8 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
                .probabilities = b.draft_stop.probabilities,
                .draw_ahead = traits.draw_ahead,
                .steps = nullptr,
-               .adds_steps = false});
+               .adds_steps = false,
+               .ids = ids});
   ctx.run(begin_draft_steps,
           BeginDraftStepsParams{.inputs = b.staged,
                                 .sequences = b.sequences,
@@ -406,8 +437,9 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   const SpecTraits traits = traits_of(speculator_);
   draft_forward(ctx, speculator_, rows, b.step_metadata, b.activations,
                 {.feedback = traits.feeds_hidden_back ? b.draft_output.feedback : nullptr});
+  const LogitIds ids = draft_ids(extent, b.draft_stop.probabilities);
   draft_logits(ctx, speculator_, rows.num_rows, rows.capacity, b.identity, b.activations,
-               b.draft_output);
+               b.draft_output, ids);
   draw_drafts(ctx, extent,
               {.num_rows = rows.num_rows,
                .max_rows = rows.capacity,
@@ -418,7 +450,8 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
                .probabilities = b.draft_stop.probabilities,
                .draw_ahead = traits.draw_ahead,
                .steps = b.current_draft_step,
-               .adds_steps = !traits.advances_positions});
+               .adds_steps = !traits.advances_positions,
+               .ids = ids});
   ctx.run(store_draft, StoreDraftParams{.current_draft_step = b.current_draft_step,
                                         .rows = rows,
                                         .sequences = b.sequences,

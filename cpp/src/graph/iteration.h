@@ -122,6 +122,7 @@ struct IterationExtent {
   // Whether sequences may use the logits pipeline (bias, penalties, bans, top-k, top-p, min-p) or
   // logprobs. If not, its ops are left out, since on a GPU an op takes time even without work.
   bool has_logit_work = true;
+  bool returns_logits = false;  // see Batch
 };
 
 // full_extent bounds every iteration that the shape allows, decode_extent one with `num_seqs`
@@ -204,6 +205,14 @@ class Iteration {
   // Copies to each fork what it needs of its parent. Runs after the counts are cleared.
   template <class Ctx>
   void fork(Ctx& ctx, const IterationExtent& extent) const;
+  // The ids whose logits the verify pass, or the drafter, needs: where ranks share the LM head, a
+  // rank needs those of others only if more than a draw reads them.
+  [[nodiscard]] LogitIds target_ids(const IterationExtent& extent) const;
+  // `probabilities`: those of the drafts, or null.
+  [[nodiscard]] LogitIds draft_ids(const IterationExtent& extent, const float* probabilities) const;
+  // Draws from the logits of `ids`, which are those of the decoder's LM head.
+  template <class Ctx>
+  void draw_ids(Ctx& ctx, const DrawParams& params, const Decoder& decoder, LogitIds ids) const;
   // Applies the parameters of the sequences to the target's logits.
   template <class Ctx>
   void process_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const;
@@ -232,6 +241,7 @@ class Iteration {
     // many higher.
     const int32_t* steps;
     bool adds_steps;
+    LogitIds ids = LogitIds::kAll;  // whose logits are there
     // [max_rows, num_candidates] the tokens of the logits, of drafts that are chosen from a few
     // candidates; null: the logits are those of the drafter's vocabulary.
     const int32_t* candidates = nullptr;

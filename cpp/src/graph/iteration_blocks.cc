@@ -57,8 +57,13 @@ void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
   };
   drafter.begin_chain(ctx, blocks.row_indptr, chained(0, /*is_first=*/true), b.activations,
                       blocks.heads, b.gathered);
+  const bool is_chain = config.markov != MarkovHead::kNone;
+  const bool has_selector = config.selector.top > 0;
+  float* const probabilities = estimates ? nullptr : b.draft_stop.probabilities;
+  // The heads read the logits of all ids.
+  const LogitIds ids = is_chain || has_selector ? LogitIds::kAll : draft_ids(extent, probabilities);
   drafter.logits(ctx, blocks.num_predicting, num_drafts * num_seqs, blocks.predicting_rows,
-                 b.activations, b.gathered, b.logits);
+                 b.activations, b.gathered, b.logits, ids);
   if (estimates) {
     drafter.estimate_drafts(ctx, blocks.num_predicting, num_drafts * num_seqs, b.activations,
                             b.gathered, b.draft_stop.probabilities);
@@ -73,15 +78,13 @@ void Iteration::draft_blocks(Ctx& ctx, const IterationExtent& extent,
             .rows = rows,
             .logits = b.logits + at * num_logits,
             .tokens = drawn + at,
-            .probabilities = b.draft_stop.probabilities != nullptr && !estimates
-                                 ? b.draft_stop.probabilities + at
-                                 : nullptr,
+            .probabilities = probabilities != nullptr ? probabilities + at : nullptr,
             .draw_ahead = config.samples_from_anchor ? 1 : 0,
             .steps = b.identity + first,
-            .adds_steps = false};
+            .adds_steps = false,
+            .ids = ids};
   };
-  const bool is_chain = config.markov != MarkovHead::kNone;
-  if (config.selector.top > 0) {
+  if (has_selector) {
     choose_drafts(ctx, extent, drafter,
                   {.num_seqs = num_drafting,
                    .max_seqs = num_seqs,

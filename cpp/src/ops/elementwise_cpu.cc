@@ -184,7 +184,7 @@ void copy_rows(CpuContext& ctx, const CopyRowsParams& p) {
 void soft_cap(CpuContext& ctx, const SoftCapParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   for_rows(ctx, num_rows, int64_t{p.n} * 32, [&](int32_t row) {
-    run_best_isa<SoftCapKernel>(p.logits + int64_t{row} * p.n, p.scale, p.cap, p.n);
+    run_best_isa<SoftCapKernel>(p.logits + row * p.row_stride(), p.scale, p.cap, p.n);
   });
 }
 

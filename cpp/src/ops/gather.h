@@ -2,9 +2,10 @@
 #pragma once
 
 // The exchange of ranks (device/rank_group.h) inside a forward pass: each has computed some columns
-// of every row, and afterwards each has all of them. Nothing is summed, so the bits are those of
-// one rank.
+// of every row, and afterwards each has all of them, or the token that is drawn from them. Nothing
+// is summed, so the bits are those of one rank.
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -49,5 +50,26 @@ struct GatheredNormParams {
 void check_gathered(const GatheredNormParams& p);
 void gathered_norm(CpuContext&, const GatheredNormParams&);
 void gathered_norm(CudaContext&, const GatheredNormParams&);
+
+// draw, where each rank has the logits of its own ids alone, in their places. Each draws the best
+// of its ids, the ranks exchange the keys of these, and all take the best of them. So the tokens
+// are those of a draw from whole rows, and a row's exchange is a few bytes for each rank. Every
+// rank of the group makes the same calls in the same order.
+struct GatheredDrawParams {
+  DrawParams draw;  // without probabilities and logit_rows
+  RankColumns columns;
+  RankHandle ranks;
+
+  // The ids of the rank that may be drawn.
+  [[nodiscard]] LinearRange own_ids() const {
+    const LinearRange own = columns.of(ranks.rank);
+    return {.first = own.first, .count = std::clamp(draw.vocab_limit - own.first, 0, own.count)};
+  }
+};
+// Throws InternalError where the draw needs the logits of other ranks.
+void check_gathered(const GatheredDrawParams& p);
+// Fails as gather_columns does.
+void gathered_draw(CpuContext&, const GatheredDrawParams&);
+void gathered_draw(CudaContext&, const GatheredDrawParams&);
 
 }  // namespace paceline

@@ -366,10 +366,13 @@ void cluster_logits(CudaContext&, const ClusterLogitsParams&);
 struct SoftCapParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  float* logits;  // [max_rows, n], updated
+  float* logits;  // [max_rows, n], updated, rows `stride` apart
   float cap;      // > 0, or 0: none
   int32_t n;
   float scale = 1;
+  int64_t stride = 0;  // 0: n
+
+  [[nodiscard]] int64_t row_stride() const { return stride > 0 ? stride : n; }
 };
 void soft_cap(CpuContext&, const SoftCapParams&);
 void soft_cap(CudaContext&, const SoftCapParams&);

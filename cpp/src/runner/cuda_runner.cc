@@ -126,6 +126,14 @@ void CudaRunner::warm_up() {
                        .num_forks = 1,
                        .num_block_copies = 1});
   }
+  // Ranks draw with other kernels where no logits are processed; see Iteration::draw_ids.
+  if (runner_->buffers().activations.ranks.group != nullptr) {
+    for (size_t i = 0, count = extents.size(); i < count; ++i) {
+      IterationExtent plain = extents[i];
+      plain.has_logit_work = false;
+      extents.push_back(plain);
+    }
+  }
   for (const IterationExtent& extent : extents) {
     iteration.begin_prefill(context_, extent);
     iteration.verify(context_, extent);

@@ -52,7 +52,8 @@ IterationExtent extent_of(const Batch& batch) {
                             .num_block_copies = counts.num_block_copies,
                             .gathers_hidden = batch.gathers_hidden,
                             .keeps_hidden = batch.keeps_hidden,
-                            .has_logit_work = batch.has_logit_work};
+                            .has_logit_work = batch.has_logit_work,
+                            .returns_logits = batch.returns_logits};
   for (int32_t i = 0; i < counts.num_seqs; ++i) {
     extent.verify_rows_per_seq =
         std::max(extent.verify_rows_per_seq, inputs.verify_indptr[i + 1] - inputs.verify_indptr[i]);

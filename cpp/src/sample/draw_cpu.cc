@@ -14,9 +14,11 @@
 #include <cstring>
 #include <limits>
 
+#include "base/check.h"
 #include "base/philox.h"
 #include "base/vector_math.h"
 #include "device/cpu_context.h"
+#include "ops/gather.h"
 #include "ops/ops.h"
 
 namespace paceline {
@@ -64,12 +66,30 @@ double noise_of(uint32_t bits) {
   return -std::log(-std::log1p(-static_cast<double>(uniform_open(bits))));
 }
 
+double noise_of(const NoiseKey& key, int32_t token) {
+  const auto words = philox(key, static_cast<uint32_t>(token) / 4);
+  return noise_of(words[static_cast<size_t>(token % 4)]);
+}
+
+// The id with the highest key of some ids, the lowest of equals.
+struct Winner {
+  double key = 0;
+  int32_t id = kNoValidLogit;  // negative: no id can be drawn
+
+  // Whether it wins against another one.
+  [[nodiscard]] bool beats(const Winner& other) const {
+    if (id < 0 || other.id < 0) return id >= 0;
+    return key > other.key || (key == other.key && id < other.id);
+  }
+};
+
 struct Draw {
   const float* logits;
-  int32_t num_ids;
+  LinearRange ids;
   double temperature;
   NoiseKey noise;
-  int32_t token;  // in: the argmax; out: the drawn id
+  int32_t highest;  // the id with the highest logit
+  Winner winner;    // out
 };
 
 // The 64-bit products of 16 lanes with one factor, as high and low halves. Even and odd lanes are
@@ -127,11 +147,19 @@ struct DrawKernel {
   [[gnu::always_inline]] static void run(Draw* draw) {
     const float* const logits = draw->logits;
     const NoiseKey noise = draw->noise;
-    int32_t token = draw->token;
-    double best = logits[token] / draw->temperature +
-                  noise_of(philox(noise, static_cast<uint32_t>(token) / 4)[token % 4]);
-    // If `best` is infinite, the argmax wins: no key is higher, and it has the lowest id.
-    if (best == std::numeric_limits<double>::infinity()) return;
+    Winner best = {
+        .key = logits[draw->highest] / draw->temperature + noise_of(noise, draw->highest),
+        .id = draw->highest};
+    const auto try_id = [&](int32_t id, double noise_of_id) {
+      const Winner tried = {.key = logits[id] / draw->temperature + noise_of_id, .id = id};
+      if (tried.beats(best)) best = tried;
+    };
+    const int32_t end = draw->ids.first + draw->ids.count;
+    // The ids before the first one that begins a counter.
+    int32_t first = draw->ids.first;
+    for (; first < end && first % 4 != 0; ++first) {
+      if (logits[first] > kNegInf) try_id(first, noise_of(noise, first));
+    }
     const float inverse = static_cast<float>(1.0 / draw->temperature);
     // The slack exceeds the errors of the float evaluation: those of scaled (2 roundings) and best
     // (1), at most 2^-22 of their magnitudes, and those of the difference and of exp, far below
@@ -139,9 +167,11 @@ struct DrawKernel {
     constexpr float kSlack = 1e-3f;
     constexpr float kRelativeSlack = 1e-6f;
     constexpr float kMaxNoise = 22.875f;  // > 33 log 2
-    for (int32_t start = 0; start < draw->num_ids; start += 64) {
-      const int32_t count = std::min(draw->num_ids - start, 64);
-      const float best_float = static_cast<float>(best);
+    for (int32_t start = first; start < end; start += 64) {
+      // If the best key is infinite, the argmax wins: no key is higher, and it has the lowest id.
+      if (best.key == std::numeric_limits<double>::infinity()) break;
+      const int32_t count = std::min(end - start, 64);
+      const float best_float = static_cast<float>(best.key);
       const float slack = kSlack + kRelativeSlack * std::fabs(best_float);
       float limit[64];  // log of the bound that u must be below for the id to win
       V16i any = {};
@@ -173,17 +203,11 @@ struct DrawKernel {
         for (int lane = 0; lane < 16; ++lane) is_any_here |= survives[lane];
         if (is_any_here == 0) continue;
         for (int32_t lane = 0; lane < std::min(16, count - i); ++lane) {
-          if (survives[lane] == 0) continue;
-          const int32_t id = start + i + lane;
-          const double key = logits[id] / draw->temperature + noise_of(bits[i + lane]);
-          if (key > best || (key == best && id < token)) {
-            best = key;
-            token = id;
-          }
+          if (survives[lane] != 0) try_id(start + i + lane, noise_of(bits[i + lane]));
         }
       }
     }
-    draw->token = token;
+    draw->winner = best;
   }
 };
 
@@ -191,45 +215,32 @@ struct DrawKernel {
 constexpr double kMinPrunedTemperature = 1e-4;
 
 void draw_unpruned(Draw* draw) {
-  double best = -std::numeric_limits<double>::infinity();
-  for (int32_t id = 0; id < draw->num_ids; ++id) {
-    const double key =
-        draw->logits[id] / draw->temperature +
-        noise_of(philox(draw->noise, static_cast<uint32_t>(id) / 4)[static_cast<size_t>(id % 4)]);
-    if (key > best) {
-      best = key;
-      draw->token = id;
-    }
+  for (int32_t id = draw->ids.first; id < draw->ids.first + draw->ids.count; ++id) {
+    if (!(draw->logits[id] > kNegInf)) continue;
+    const Winner tried = {.key = draw->logits[id] / draw->temperature + noise_of(draw->noise, id),
+                          .id = id};
+    if (tried.beats(draw->winner)) draw->winner = tried;
   }
-}
-
-double noise_of(const NoiseKey& key, int32_t token) {
-  const auto words = philox(key, static_cast<uint32_t>(token) / 4);
-  return noise_of(words[static_cast<size_t>(token % 4)]);
 }
 
 // The drawn id (not its token) of a row with a token map. The mapped tokens are in no order, so
 // this is a plain loop, which computes the noise only of ids that could still win.
-int32_t draw_mapped(const DrawParams& p, const float* logits, const int32_t* map,
-                    double temperature, const NoiseKey& noise) {
+Winner draw_mapped(const DrawParams& p, const float* logits, const int32_t* map, LinearRange ids,
+                   double temperature, const NoiseKey& noise) {
   constexpr double kMaxNoise = 22.875;  // > 33 log 2
-  int32_t drawn = kNoValidLogit;
-  double best = -std::numeric_limits<double>::infinity();
-  for (int32_t id = 0; id < p.vocab_limit; ++id) {
+  Winner best;
+  for (int32_t id = ids.first; id < ids.first + ids.count; ++id) {
     const int32_t token = map[id];
     if (token >= p.token_limit || !(logits[id] > kNegInf)) continue;
-    double key = logits[id];
+    Winner tried = {.key = logits[id], .id = id};
     if (temperature > 0) {
-      key /= temperature;
-      if (drawn >= 0 && key + kMaxNoise < best) continue;
-      key += noise_of(noise, token);
+      tried.key /= temperature;
+      if (best.id >= 0 && tried.key + kMaxNoise < best.key) continue;
+      tried.key += noise_of(noise, token);
     }
-    if (drawn < 0 || key > best) {
-      best = key;
-      drawn = id;
-    }
+    if (tried.beats(best)) best = tried;
   }
-  return drawn;
+  return best;
 }
 
 // The row of logits from which row i draws; negative: none.
@@ -242,11 +253,11 @@ const int32_t* map_of(const DrawParams& p, int32_t source) {
   return p.token_map != nullptr ? p.token_map + source * p.token_map_stride : nullptr;
 }
 
-// The drawn id. If there is a token map, the caller looks up its token.
-int32_t draw_row(const DrawParams& p, int32_t i, int32_t source) {
+// The best of some ids of a row. If there is a token map, the caller looks up its token.
+Winner draw_row(const DrawParams& p, int32_t i, int32_t source, LinearRange ids) {
   const int32_t row = p.row_index[i];
   const int32_t seq_slot = p.seq_slot[row];
-  if (seq_slot < 0 || source < 0) return kInertRow;
+  if (seq_slot < 0 || source < 0) return {.id = kInertRow};
   const float* const logits = p.logits + source * p.logits_stride;
   const float temperature = p.temperatures != nullptr ? p.temperatures[seq_slot] : 0.0f;
   const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
@@ -256,23 +267,26 @@ int32_t draw_row(const DrawParams& p, int32_t i, int32_t source) {
       .position = static_cast<uint32_t>(p.positions[row] + ahead),
       .salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[seq_slot]) : 0};
   if (p.token_map != nullptr) {
-    return draw_mapped(p, logits, map_of(p, source), temperature, noise);
+    return draw_mapped(p, logits, map_of(p, source), ids, temperature, noise);
   }
   int32_t highest = kNoValidLogit;
-  run_best_isa<ArgmaxKernel>(logits, p.vocab_limit, &highest);
-  if (highest == kNoValidLogit || !(temperature > 0.0f)) return highest;
+  run_best_isa<ArgmaxKernel>(logits + ids.first, ids.count, &highest);
+  if (highest == kNoValidLogit) return {};
+  highest += ids.first;
+  if (!(temperature > 0.0f)) return {.key = logits[highest], .id = highest};
   Draw draw = {.logits = logits,
-               .num_ids = p.vocab_limit,
+               .ids = ids,
                .temperature = temperature,
                .noise = noise,
-               .token = highest};
+               .highest = highest,
+               .winner = {}};
   // Logits beyond 1e30 would overflow at the temperatures that remain.
   if (temperature < kMinPrunedTemperature || std::fabs(logits[highest]) > 1e30f) {
     draw_unpruned(&draw);
   } else {
     run_best_isa<DrawKernel>(&draw);
   }
-  return draw.token;
+  return draw.winner;
 }
 
 // The probability of id `drawn`: softmax at temperature 1 over the ids that may be drawn.
@@ -291,28 +305,76 @@ float probability_of(const DrawParams& p, const float* logits, const int32_t* ma
   return static_cast<float>(std::exp(double{logits[drawn]} - highest) / sum);
 }
 
+// The token of a drawn id of the row of logits `source`.
+int32_t token_of(const DrawParams& p, int32_t source, int32_t drawn) {
+  return p.token_map != nullptr && drawn >= 0 ? map_of(p, source)[drawn] : drawn;
+}
+
 void draw_into(const DrawParams& p, int32_t i) {
   const int32_t source = source_of(p, i);
-  const int32_t drawn = draw_row(p, i, source);
-  const int32_t* const map = source < 0 ? nullptr : map_of(p, source);
-  p.tokens[i] = map != nullptr && drawn >= 0 ? map[drawn] : drawn;
+  const int32_t drawn = draw_row(p, i, source, {.first = 0, .count = p.vocab_limit}).id;
+  p.tokens[i] = token_of(p, source, drawn);
   if (p.probabilities == nullptr) return;
   p.probabilities[i] =
-      drawn < 0 ? 0.0f : probability_of(p, p.logits + source * p.logits_stride, map, drawn);
+      drawn < 0 ? 0.0f
+                : probability_of(p, p.logits + source * p.logits_stride, map_of(p, source), drawn);
+}
+
+// Calls draw(i) for the rows, on several threads if that is worth it.
+template <class DrawOne>
+void for_drawn_rows(CpuContext& ctx, int32_t num_rows, int32_t num_ids, const DrawOne& draw) {
+  constexpr int64_t kMinParallelIds = 8 << 10;
+  if (ctx.num_threads == 1 || int64_t{num_rows} * num_ids < kMinParallelIds) {
+    for (int32_t i = 0; i < num_rows; ++i) draw(i);
+    return;
+  }
+  ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) draw(static_cast<int32_t>(i));
+  });
 }
 
 }  // namespace
 
 void draw(CpuContext& ctx, const DrawParams& p) {
-  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  constexpr int64_t kMinParallelIds = 8 << 10;
-  if (ctx.num_threads == 1 || int64_t{num_rows} * p.vocab_limit < kMinParallelIds) {
-    for (int32_t i = 0; i < num_rows; ++i) draw_into(p, i);
-    return;
+  for_drawn_rows(ctx, std::min(*p.num_rows, p.max_rows), p.vocab_limit,
+                 [&](int32_t i) { draw_into(p, i); });
+}
+
+void check_gathered(const GatheredDrawParams& p) {
+  PACELINE_CHECK(p.ranks.group != nullptr && p.columns.num_ranks == p.ranks.group->num_ranks(),
+                 p.columns.num_ranks, " ranks share the ids of a draw");
+  PACELINE_CHECK(p.draw.probabilities == nullptr && p.draw.logit_rows == nullptr,
+                 "the draw reads the logits of all ids");
+  PACELINE_CHECK(p.draw.vocab_limit <= p.columns.total(), "ranks have ", p.columns.total(), " of ",
+                 p.draw.vocab_limit, " ids");
+}
+
+void gathered_draw(CpuContext& ctx, const GatheredDrawParams& p) {
+  check_gathered(p);
+  const DrawParams& d = p.draw;
+  RankGroup& group = *p.ranks.group;
+  const int32_t num_ranks = group.num_ranks();
+  const int32_t num_rows = std::min(*d.num_rows, d.max_rows);
+  const LinearRange ids = p.own_ids();
+  const int64_t row_bytes = int64_t{sizeof(Winner)} * num_ranks;
+  const auto rows_a_step = static_cast<int32_t>(
+      std::min<int64_t>(group.place_bytes() / row_bytes, std::max(num_rows, 1)));
+  for (int32_t first = 0; first < num_rows; first += rows_a_step) {
+    const int32_t count = std::min(rows_a_step, num_rows - first);
+    auto* const winners = reinterpret_cast<Winner*>(group.place(p.ranks.rank));
+    for_drawn_rows(ctx, count, ids.count, [&](int32_t i) {
+      winners[i * num_ranks + p.ranks.rank] = draw_row(d, first + i, first + i, ids);
+    });
+    group.meet(p.ranks.rank);
+    for (int32_t i = 0; i < count; ++i) {
+      Winner best = winners[i * num_ranks];
+      for (int32_t rank = 1; rank < num_ranks; ++rank) {
+        const Winner& other = winners[i * num_ranks + rank];
+        if (other.beats(best)) best = other;
+      }
+      d.tokens[first + i] = token_of(d, first + i, best.id);
+    }
   }
-  ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) draw_into(p, static_cast<int32_t>(i));
-  });
 }
 
 }  // namespace paceline

@@ -165,12 +165,12 @@ void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
 template <class Ctx>
 void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
                   const int32_t* row_index, const Activations& activations,
-                  const DraftHeadOutput& output) {
+                  const DraftHeadOutput& output, LogitIds of_ids) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
     draft->decoder.logits(ctx, num_rows, max_rows, row_index, activations, output.feedback,
-                          output.logits);
+                          output.logits, of_ids);
   } else if (const DraftHead* head = draft_head_of(speculator)) {
-    head->logits(ctx, num_rows, max_rows, row_index, activations, output);
+    head->logits(ctx, num_rows, max_rows, row_index, activations, output, of_ids);
   }
 }
 
@@ -192,7 +192,8 @@ void propose(Ctx& ctx, const Speculator& speculator, const StagedInputs& inputs,
                                    std::span<const GroupMetadata>, const Activations&,           \
                                    const DraftHeadInput&);                                       \
   template void draft_logits<Ctx>(Ctx&, const Speculator&, const int32_t*, int32_t,              \
-                                  const int32_t*, const Activations&, const DraftHeadOutput&);   \
+                                  const int32_t*, const Activations&, const DraftHeadOutput&,    \
+                                  LogitIds);                                                     \
   template void propose<Ctx>(Ctx&, const Speculator&, const StagedInputs&, const SequenceState&, \
                              int32_t);
 PACELINE_INSTANTIATE_SPECULATOR(CpuContext)

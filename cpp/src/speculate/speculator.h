@@ -185,7 +185,7 @@ void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
 template <class Ctx>
 void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
                   const int32_t* row_index, const Activations& activations,
-                  const DraftHeadOutput& output);
+                  const DraftHeadOutput& output, LogitIds of_ids);
 
 // Makes the drafts of a speculator without passes, after acceptance.
 template <class Ctx>

@@ -22,10 +22,10 @@ from .families import ARCHITECTURES, check_dtype, translate
 from .family import Family
 from .folder import CheckpointFolder, Source, as_folder
 from .formats import PLAIN_DTYPES
-from .gpus import new_builder
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .messages import model_name, quote, show
+from .placement import Placement
 from .quantization import input_notes
 from .section import Section
 from .state_dict import StateDict
@@ -231,36 +231,20 @@ def _check_end_ids(hf: HfConfig, num_ids: int) -> None:
 
 
 def load_weights(
-    opened: OpenedModel,
-    *,
-    device: str = "cpu",
-    gpus: Sequence[int] = (),
-    is_drafter: bool = False,
-    draft_tensor_parallel_size: int | None = None,
-    progress: bool = True,
+    opened: OpenedModel, placement: Placement, *, progress: bool = True
 ) -> _core.Model:
     """Fills a model with its tensors, each copied and converted once.
 
     Args:
         opened: What `open_checkpoint` or `open_drafter` returned.
-        device: The device of the weights: "cpu" or "cuda".
-        gpus: As for `new_builder`.
-        is_drafter: As for `new_builder`.
-        draft_tensor_parallel_size: As for `new_builder`.
+        placement: Where they go.
         progress: Show a progress bar where standard error is a terminal.
 
     Raises:
         ModelFileError: The library refuses a tensor, or a file changed since it was opened.
-        Exception: As for `new_builder`.
+        Exception: As for `Placement.new_builder`.
     """
-    builder = new_builder(
-        opened.config,
-        opened.weight_dtype,
-        device=device,
-        gpus=gpus,
-        is_drafter=is_drafter,
-        draft_tensor_parallel_size=draft_tensor_parallel_size,
-    )
+    builder = placement.new_builder(opened.config, opened.weight_dtype)
     what = f"Loading {model_name(opened.path)}"
     with progress_bar(opened.nbytes, what, "B", is_shown=progress, is_scaled=True) as bar:
         for tensor in opened.tensors:

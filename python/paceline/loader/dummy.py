@@ -13,10 +13,10 @@ from .converted_model import describe_converted
 from .drafter_checkpoint import DRAFT_MODEL, dummy_head
 from .families import check_dtype, translate
 from .folder import CheckpointFolder, Source, as_folder
-from .gpus import new_builder
 from .hf_config import HfConfig
 from .kinds import kind_of_config
 from .loaded_model import LoadedModel
+from .placement import Placement, drafter_placement
 from .section import Section
 from .tokenizer import TokenizerInfo
 
@@ -58,7 +58,7 @@ def load_dummy(
         opened = describe_converted(folder, dtype)
     else:
         opened = _described(read_hf_config(folder), folder.path, dtype)
-    return _make_up(opened, folder.tokenizer, device, gpus, seed, is_drafter=False)
+    return _make_up(opened, folder.tokenizer, Placement(device, gpus), seed)
 
 
 def dummy_model(
@@ -95,15 +95,8 @@ def dummy_model(
     """
     hf = parse_target_config(Section(hf_config, name))
     opened = _described(hf, Path(name), dtype, is_drafter=is_drafter)
-    return _make_up(
-        opened,
-        None,
-        device,
-        gpus,
-        seed,
-        is_drafter=is_drafter,
-        draft_tensor_parallel_size=draft_tensor_parallel_size,
-    )
+    placement = Placement(device, gpus, is_drafter, draft_tensor_parallel_size)
+    return _make_up(opened, None, placement, seed)
 
 
 def dummy_drafter(
@@ -146,15 +139,8 @@ def dummy_drafter(
     if kind is None or kind == DRAFT_MODEL:
         return None
     opened = dummy_head(top, target.as_target(), method).with_feedback(draft_feedback)
-    return _make_up(
-        opened,
-        None,
-        device,
-        gpus,
-        seed,
-        is_drafter=True,
-        draft_tensor_parallel_size=draft_tensor_parallel_size,
-    )
+    placement = drafter_placement(device, gpus, draft_tensor_parallel_size)
+    return _make_up(opened, None, placement, seed)
 
 
 def load_dummy_drafter(
@@ -194,18 +180,11 @@ def load_dummy_drafter(
         MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
+    placement = drafter_placement(device, gpus, draft_tensor_parallel_size)
     if isinstance(folder, CheckpointFolder) and folder.is_converted:
         part = describe_converted(folder, dtype, is_drafter=True, method=method)
         part = part.with_feedback(draft_feedback)
-        return _make_up(
-            part,
-            folder.tokenizer,
-            device,
-            gpus,
-            seed,
-            is_drafter=True,
-            draft_tensor_parallel_size=draft_tensor_parallel_size,
-        )
+        return _make_up(part, folder.tokenizer, placement, seed)
     drafter = dummy_drafter(
         folder.config.values,
         target,
@@ -220,15 +199,7 @@ def load_dummy_drafter(
     if drafter is not None:
         return drafter
     opened = _described(read_hf_config(folder), folder.path, dtype, is_drafter=True)
-    return _make_up(
-        opened,
-        folder.tokenizer,
-        device,
-        gpus,
-        seed,
-        is_drafter=True,
-        draft_tensor_parallel_size=draft_tensor_parallel_size,
-    )
+    return _make_up(opened, folder.tokenizer, placement, seed)
 
 
 def _described(hf: HfConfig, path: Path, dtype: str, *, is_drafter: bool = False) -> OpenedModel:
@@ -239,24 +210,10 @@ def _described(hf: HfConfig, path: Path, dtype: str, *, is_drafter: bool = False
 
 
 def _make_up(
-    opened: OpenedModel,
-    tokenizer: TokenizerInfo | None,
-    device: str,
-    gpus: Sequence[int],
-    seed: int,
-    *,
-    is_drafter: bool,
-    draft_tensor_parallel_size: int | None = None,
+    opened: OpenedModel, tokenizer: TokenizerInfo | None, placement: Placement, seed: int
 ) -> LoadedModel:
     """Gives a model dummy weights."""
-    builder = new_builder(
-        opened.config,
-        opened.weight_dtype,
-        device=device,
-        gpus=gpus,
-        is_drafter=is_drafter,
-        draft_tensor_parallel_size=draft_tensor_parallel_size,
-    )
+    builder = placement.new_builder(opened.config, opened.weight_dtype)
     builder.fill_dummy(seed)
     note = "the weights are made up (load_format 'dummy'): the output is meaningless"
     opened = replace(opened, notes=(note,))

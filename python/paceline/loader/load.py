@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from paceline._core import ModelFileError
 
@@ -16,6 +15,7 @@ from .drafters import Target
 from .dummy import load_dummy, load_dummy_drafter
 from .folder import CheckpointFolder, Source, as_folder
 from .loaded_model import LoadedModel
+from .placement import Placement, drafter_placement
 from .state_dict import StateDict
 from .tokenizer import TokenizerInfo, check_tokenizers
 
@@ -53,7 +53,7 @@ def load_checkpoint(
     """
     folder = as_folder(source)
     opened = _open_target(folder, dtype)
-    return _load(opened, folder.tokenizer, device=device, gpus=gpus, progress=progress)
+    return _load(opened, folder.tokenizer, Placement(device, gpus), progress)
 
 
 def load_drafter(
@@ -96,15 +96,8 @@ def load_drafter(
     """
     folder = as_folder(source)
     opened = _open_drafter(folder, target.as_target(), method, draft_feedback, dtype)
-    return _load(
-        opened,
-        folder.tokenizer,
-        device=device,
-        gpus=gpus,
-        is_drafter=True,
-        draft_tensor_parallel_size=draft_tensor_parallel_size,
-        progress=progress,
-    )
+    placement = drafter_placement(device, gpus, draft_tensor_parallel_size)
+    return _load(opened, folder.tokenizer, placement, progress)
 
 
 def load_pair(
@@ -167,9 +160,9 @@ def load_pair(
         )
     opened = _open_target(folder, dtype)
     tokenizer = folder.tokenizer
-    placed: dict[str, Any] = {"device": device, "gpus": gpus, "progress": progress}
+    placement = Placement(device, gpus)
     if draft_folder is None:
-        return _load(opened, tokenizer, **placed), None
+        return _load(opened, tokenizer, placement, progress), None
     draft = _open_drafter(draft_folder, opened.as_target(), method, draft_feedback, dtype)
     draft_tokenizer = draft_folder.tokenizer
     if tokenizer is not None and draft_tokenizer is not None:
@@ -181,15 +174,10 @@ def load_pair(
             draft_tokenizer,
             draft.family.config["vocab_size"],
         )
+    of_drafter = drafter_placement(device, gpus, draft_tensor_parallel_size)
     return (
-        _load(opened, tokenizer, **placed),
-        _load(
-            draft,
-            draft_tokenizer,
-            is_drafter=True,
-            draft_tensor_parallel_size=draft_tensor_parallel_size,
-            **placed,
-        ),
+        _load(opened, tokenizer, placement, progress),
+        _load(draft, draft_tokenizer, of_drafter, progress),
     )
 
 
@@ -217,10 +205,11 @@ def _open_drafter(
 def _load(
     opened: OpenedModel,
     tokenizer: TokenizerInfo | None,
-    **how: Any,
+    placement: Placement,
+    progress: bool,
 ) -> LoadedModel:
     try:
-        model = load_weights(opened, **how)
+        model = load_weights(opened, placement, progress=progress)
     except ModelFileError:
         raise
     except ValueError as error:

@@ -55,8 +55,8 @@ void BlockDrafter::forward(Ctx& ctx, const PassRows& rows, std::span<const Group
 template <class Ctx>
 void BlockDrafter::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
                           const int32_t* row_index, const Activations& activations, float* gathered,
-                          float* logits) const {
-  decoder_.logits(ctx, num_rows, max_rows, row_index, activations, gathered, logits);
+                          float* logits, LogitIds of_ids) const {
+  decoder_.logits(ctx, num_rows, max_rows, row_index, activations, gathered, logits, of_ids);
 }
 
 const std::byte* BlockDrafter::hidden_rows(const ChainedDraft& draft,
@@ -249,7 +249,7 @@ void BlockDrafter::estimate(Ctx& ctx, const RowCount& rows, int64_t first_row, c
   template void BlockDrafter::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
                                            const Activations&) const;                             \
   template void BlockDrafter::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,          \
-                                          const Activations&, float*, float*) const;              \
+                                          const Activations&, float*, float*, LogitIds) const;    \
   template void BlockDrafter::begin_chain<Ctx>(Ctx&, const int32_t*, const ChainedDraft&,         \
                                                const Activations&, const BlockHeadScratch&,       \
                                                float*) const;                                     \

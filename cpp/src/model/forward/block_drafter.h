@@ -79,10 +79,12 @@ class BlockDrafter {
                const Activations& activations) const;
 
   // Residual rows `row_index` -> their hidden states h in activations.normed, which stay there
-  // until the next pass, and their logits without the Markov head. `gathered`: [max_rows, hidden].
+  // until the next pass, and their logits without the Markov head, those of `of_ids`. `gathered`:
+  // [max_rows, hidden].
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
-              const Activations& activations, float* gathered, float* logits) const;
+              const Activations& activations, float* gathered, float* logits,
+              LogitIds of_ids) const;
 
   // Passes the first row of every block, which predicts nothing, through the state of the Markov
   // head. Where that has no effect (BlockConfig::begins_with_state) it does nothing. Runs before

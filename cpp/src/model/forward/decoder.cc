@@ -506,16 +506,23 @@ void Decoder::output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_l
 template <class Ctx>
 void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
                      const int32_t* row_index, const Activations& activations, float* gathered,
-                     float* logits) const {
+                     float* logits, LogitIds of_ids) const {
   const DecoderConfig& c = config();
   output_rows(ctx, num_logit_rows, max_logit_rows, row_index, activations, gathered);
-  project_all(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, lm_head_,
-              {.x = activations.normed,
-               .y = logits,
-               .x_dtype = activations.dtype,
-               .y_dtype = DType::kFloat32},
-              activations);
-  cap_logits(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, c, logits);
+  const RowCount rows = {.num_rows = num_logit_rows, .max_rows = max_logit_rows};
+  const auto exchange = project_own(ctx, rows, lm_head_,
+                                    {.x = activations.normed,
+                                     .y = logits,
+                                     .x_dtype = activations.dtype,
+                                     .y_dtype = DType::kFloat32},
+                                    activations);
+  LinearRange ids = {.first = 0, .count = c.num_logits()};
+  if (exchange && of_ids == LogitIds::kOwn) {
+    ids = exchange->columns.of(activations.ranks.rank);
+  } else if (exchange) {
+    ctx.run(gather_columns, *exchange);
+  }
+  cap_logits(ctx, rows, c, ids, logits);
 }
 
 // Instantiates every member template for one context.
@@ -537,7 +544,7 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
   template void Decoder::output_rows<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,         \
                                           const Activations&, float*) const;                     \
   template void Decoder::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,              \
-                                     const Activations&, float*, float*) const;
+                                     const Activations&, float*, float*, LogitIds) const;
 PACELINE_INSTANTIATE_DECODER(CpuContext)
 #ifdef PACELINE_CUDA
 PACELINE_INSTANTIATE_DECODER(CudaContext)

@@ -36,6 +36,10 @@ struct HiddenCapture {
   int64_t layer_stride = 0;  // elements from one layer to the next
 };
 
+// The ids of the LM head whose logits a pass computes: all, or where ranks share the head only
+// those of the rank itself, in their places among all.
+enum class LogitIds : uint8_t { kAll, kOwn };
+
 // Hidden states that a forward pass stores for a draft head. Each copy is an op of the pass, so it
 // is captured with the pass.
 struct HiddenTaps {
@@ -118,11 +122,12 @@ class Decoder {
   template <class Ctx>
   void output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
                    const int32_t* row_index, const Activations& activations, float* gathered) const;
-  // output_rows, and then their logits [max_logit_rows, num_logits].
+  // output_rows, and then their logits [max_logit_rows, num_logits], of which those of `of_ids` are
+  // there afterwards.
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
               const int32_t* row_index, const Activations& activations, float* gathered,
-              float* logits) const;
+              float* logits, LogitIds of_ids) const;
 
   // Whether the last layer can compute some of the rows only.
   [[nodiscard]] bool picks_output() const;

@@ -228,20 +228,22 @@ void DraftHead::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows
                                               .hidden = c.hidden,
                                               .x_dtype = activations.dtype,
                                               .weight_dtype = decoder_.lm_head().weight.dtype});
-  cap_logits(ctx, {.num_rows = num_rows, .max_rows = max_rows}, c, output.logits);
+  cap_logits(ctx, {.num_rows = num_rows, .max_rows = max_rows}, c,
+             {.first = 0, .count = c.num_logits()}, output.logits);
 }
 
 template <class Ctx>
 void DraftHead::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
                        const int32_t* row_index, const Activations& activations,
-                       const DraftHeadOutput& output) const {
+                       const DraftHeadOutput& output, LogitIds of_ids) const {
   const DecoderConfig& c = config();
   float* const feedback = output.feedback;
   if (drafter().centroids.count > 0) {
     decoder_.output_rows(ctx, num_rows, max_rows, row_index, activations, feedback);
     cluster_rows(ctx, num_rows, max_rows, activations, output);
   } else {
-    decoder_.logits(ctx, num_rows, max_rows, row_index, activations, feedback, output.logits);
+    decoder_.logits(ctx, num_rows, max_rows, row_index, activations, feedback, output.logits,
+                    of_ids);
   }
   if (const Linear& linear = decoder_.weights().head.feedback; linear.is_present()) {
     // Projects the output of the final norm, in activations.normed, back to the target's width.
@@ -318,7 +320,8 @@ void check_draft_head(const Model& model, const Model& target) {
   template void DraftHead::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
                                         const Activations&, const DraftHeadInput&) const;      \
   template void DraftHead::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,          \
-                                       const Activations&, const DraftHeadOutput&) const;
+                                       const Activations&, const DraftHeadOutput&, LogitIds)   \
+      const;
 PACELINE_INSTANTIATE_DRAFT_HEAD(CpuContext)
 #ifdef PACELINE_CUDA
 PACELINE_INSTANTIATE_DRAFT_HEAD(CudaContext)

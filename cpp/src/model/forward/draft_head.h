@@ -55,11 +55,11 @@ class DraftHead {
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                const Activations& activations, const DraftHeadInput& input) const;
 
-  // Residual rows `row_index` -> their logits, and the feedback for the next draft step of these
-  // rows.
+  // Residual rows `row_index` -> their logits, those of `of_ids`, and the feedback for the next
+  // draft step of these rows. With centroids, all logits.
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
-              const Activations& activations, const DraftHeadOutput& output) const;
+              const Activations& activations, const DraftHeadOutput& output, LogitIds of_ids) const;
 
  private:
   // The input of all kinds but EAGLE-3, with one residual stream: [embedding ; hidden], normalised

@@ -204,16 +204,19 @@ void normalise(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, cons
                                   .y_dtype = n.y_dtype});
 }
 
-// Applies the factor and the soft cap of the logits, if the model has them.
+// Applies the factor and the soft cap of the logits, if the model has them. `ids`: those whose
+// logits are there.
 template <class Ctx>
-void cap_logits(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, float* logits) {
+void cap_logits(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, LinearRange ids,
+                float* logits) {
   if (!(config.logit_soft_cap > 0) && config.logit_scale == 1) return;
   ctx.run(soft_cap, SoftCapParams{.num_rows = rows.num_rows,
                                   .max_rows = rows.max_rows,
-                                  .logits = logits,
+                                  .logits = logits + ids.first,
                                   .cap = config.logit_soft_cap,
-                                  .n = config.num_logits(),
-                                  .scale = config.logit_scale});
+                                  .n = ids.count,
+                                  .scale = config.logit_scale,
+                                  .stride = config.num_logits()});
 }
 
 }  // namespace paceline
