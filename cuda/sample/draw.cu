@@ -12,7 +12,7 @@
 // Where ranks share the ids, the warp that finishes a row sends the winner of the rank's ids to the
 // others in a packet (gather/exchange.cuh), and picks the best of all. It waits for them while
 // other rows are drawn, so a launch has few enough rows that those that wait leave room for blocks
-// of the rest, even if ranks share a GPU.
+// of the rest.
 //
 // The bound that prunes ids is a lower bound of the best key among each thread's id with the
 // highest logit: as -log1p(-u) <= u / (1 - u), a key is at least logit + T log((1 - u) / u), which
@@ -375,7 +375,12 @@ void gathered_draw(CudaContext& ctx, const GatheredDrawParams& p) {
   for (int32_t rank = 0; rank <= gather.num_ranks; ++rank) gather.first_packet[rank] = rank;
   gather.exchange = p.ranks.group->gpu_exchange();
   const int32_t num_ids = exchange.ids.count + exchange.ids.first % kIdsPerCounter;
-  launch_draws(ctx, "gathered_draw", p.draw, num_ids, std::max(ctx.num_sms / 2, 1), exchange);
+  // Ranks that share a GPU have no early starts. Multiprocessors with a block that waits have no
+  // room for blocks of another rank that need most of the shared memory, so all ranks together may
+  // not occupy all of them, as in gather_columns.
+  const int32_t half = std::max(ctx.num_sms / 2, 1);
+  const int32_t most_rows = ctx.has_early_starts ? half : std::min(half, kMaxPacketBlocks);
+  launch_draws(ctx, "gathered_draw", p.draw, num_ids, most_rows, exchange);
 }
 
 }  // namespace paceline
