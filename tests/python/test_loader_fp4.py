@@ -481,15 +481,6 @@ def test_scales_that_are_no_numbers(method: str, copy_of: Callable[..., Path]) -
         loader.load_checkpoint(path, progress=False)
 
 
-@pytest.mark.parametrize("method", NVFP4_METHODS)
-def test_no_gpu_has_nvfp4(method: str) -> None:
-    path = make(spec_of(method))
-    with raises(
-        NotImplementedError, "is stored in nvfp4, which a GPU", 'use the device "cpu"', "in mxfp4"
-    ):
-        loader.load_checkpoint(path, device="cuda", progress=False)
-
-
 @pytest.mark.parametrize(
     ("edit", "parts"),
     [

@@ -83,7 +83,7 @@ def test_shards_and_converted_folders_have_digests(tmp_path: Path) -> None:
         assert verdict_of(sharded, receipt).verdict == "equal"
         # The same weights in other files: the tokens are equal, the digests are not.
         verdict = verdict_of(converted, receipt)
-        assert verdict.verdict == "refused" and "its weights is" in str(verdict.error)
+        assert verdict.verdict == "refused" and "its digest of the weights is" in str(verdict.error)
         verdict = verdict_of(converted, receipt, any_model=True)
         assert verdict.verdict == "equal" and "weights differs" in verdict.notes[0]
 
