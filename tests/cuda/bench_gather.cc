@@ -80,7 +80,8 @@ class Rank {
   void capture(int64_t bytes) {
     const cuda::DeviceScope scope(gpu_);
     cudaGraph_t graph = nullptr;
-    cuda::check(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal), "a capture");
+    cuda::check(cudaStreamBeginCapture(context_.stream, cudaStreamCaptureModeThreadLocal),
+                "a capture");
     for (int32_t i = 0; i < kExchanges; ++i) exchange(bytes);
     cuda::check(cudaStreamEndCapture(context_.stream, &graph), "a capture");
     if (program_ != nullptr) cuda::check(cudaGraphExecDestroy(program_), "a graph");

@@ -7,7 +7,9 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <numeric>
 #include <string_view>
+#include <vector>
 
 #include <paceline/device.h>
 #include <paceline/executor.h>
@@ -26,6 +28,13 @@ class GpuTest : public ::testing::Test {
     GTEST_SKIP() << status.reason;
   }
 };
+
+// A GPU for each rank, or the first one for all.
+inline std::vector<int32_t> gpus_for(int32_t num_ranks) {
+  std::vector<int32_t> gpus(static_cast<size_t>(num_ranks), 0);
+  if (cuda_status().num_gpus >= num_ranks) std::iota(gpus.begin(), gpus.end(), 0);
+  return gpus;
+}
 
 // Options of an engine with k drafts, whose number does not depend on times.
 inline ExecutorOptions gpu_engine_options(int32_t k, int32_t max_num_seqs, int64_t kv_cache_bytes) {
