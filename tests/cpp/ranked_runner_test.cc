@@ -35,6 +35,22 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::tiny_model;
 
+// Of an engine without drafts: 8 sequences of up to 256 tokens.
+EngineOptions small_engine(const Model& model, double hang_timeout_s) {
+  return {.shape = {.max_seqs = 8,
+                    .max_verify_rows = 256,
+                    .max_logit_rows = 256,
+                    .first_rows = FirstRows::kNone},
+          .scheduler = {.max_num_seqs = 8,
+                        .max_num_batched_tokens = 256,
+                        .prefill_chunk_size = 256,
+                        .max_score_rows = 16,
+                        .max_in_flight = 2},
+          .max_model_len = 256,
+          .vocab_size = model.config.vocab_size,
+          .hang_timeout_s = hang_timeout_s};
+}
+
 // An engine whose ranks a test may change before they run.
 struct RankedEngine {
   explicit RankedEngine(int32_t num_ranks, double hang_timeout_s,
@@ -44,18 +60,7 @@ struct RankedEngine {
       parts.push_back(rank_model(*model, {.rank = rank, .num_ranks = num_ranks}));
     }
     layout = plan_kv_layout(kv_layer_shapes(parts[0]->config), {}, 8, DType::kFloat32, 8 << 20);
-    const EngineOptions options = {.shape = {.max_seqs = 8,
-                                             .max_verify_rows = 256,
-                                             .max_logit_rows = 256,
-                                             .first_rows = FirstRows::kNone},
-                                   .scheduler = {.max_num_seqs = 8,
-                                                 .max_num_batched_tokens = 256,
-                                                 .prefill_chunk_size = 256,
-                                                 .max_score_rows = 16,
-                                                 .max_in_flight = 2},
-                                   .max_model_len = 256,
-                                   .vocab_size = model->config.vocab_size,
-                                   .hang_timeout_s = hang_timeout_s};
+    const EngineOptions options = small_engine(*model, hang_timeout_s);
     const CpuRunnerOptions of_rank = {
         .runner = {.iteration = {.shape = options.shape, .max_model_len = 256}}};
     auto group = std::make_unique<RankGroup>(num_ranks, exchanged_width(parts[0]->config) * 4,
@@ -263,26 +268,16 @@ TEST(RankedRunner, AThreadThatHangsInALaunchEndsTheEngineWithinTheTimeout) {
   const int64_t threads_before = num_threads_now();
   std::atomic<bool> is_let_go = false;
   const auto model = tiny_model({.windows = {0}}, 5);
-  const BatchShape shape = {
-      .max_seqs = 8, .max_verify_rows = 256, .max_logit_rows = 256, .first_rows = FirstRows::kNone};
+  const EngineOptions options = small_engine(*model, /*hang_timeout_s=*/0.3);
   const KvLayout layout =
       plan_kv_layout(kv_layer_shapes(model->config), {}, 8, DType::kFloat32, 8 << 20);
   {
-    Engine engine({.shape = shape,
-                   .scheduler = {.max_num_seqs = 8,
-                                 .max_num_batched_tokens = 256,
-                                 .prefill_chunk_size = 256,
-                                 .max_score_rows = 16,
-                                 .max_in_flight = 2},
-                   .max_model_len = 256,
-                   .vocab_size = model->config.vocab_size,
-                   .hang_timeout_s = 0.3},
-                  layout,
+    Engine engine(options, layout,
                   std::make_unique<RankedRunner>(
-                      std::make_unique<RankGroup>(2, 1 << 10, /*timeout_s=*/0.3),
+                      std::make_unique<RankGroup>(2, 1 << 10, options.hang_timeout_s),
                       /*max_in_flight=*/2,
                       [&](const RankHandle& ranks) {
-                        return std::make_unique<HangingRank>(ranks, shape, is_let_go);
+                        return std::make_unique<HangingRank>(ranks, options.shape, is_let_go);
                       },
                       /*has_threads=*/true));
     static_cast<void>(engine.add_request(
