@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -157,6 +159,12 @@ class Stream {
   }
   void fill(float* to, int64_t n, float scale = 1.0f) {
     for (int64_t i = 0; i < n; ++i) to[i] = scale * normal();
+  }
+  void fill_bits(std::span<uint8_t> to) {
+    for (size_t i = 0; i < to.size(); i += sizeof(uint64_t)) {
+      const uint64_t bits = next();
+      std::memcpy(&to[i], &bits, std::min(sizeof(bits), to.size() - i));
+    }
   }
 
  private:

@@ -74,10 +74,10 @@ class WeightArrays {
     on_cuda_.first.layout = layout_on(Device::kCuda, m.format, m.dtype);
     std::vector<uint8_t> data(static_cast<size_t>(data_bytes(m.row_bytes())));
     Stream stream(seed, kBits);
-    for (uint8_t& byte : data) {
-      byte = static_cast<uint8_t>(stream.next() >> 40);
+    stream.fill_bits(data);
+    if (m.format == WeightFormat::kFp8) {
       // e4m3 has no infinity, and its NaN is all ones.
-      if (m.format == WeightFormat::kFp8 && (byte & 0x7f) == 0x7f) byte = 0x80;
+      std::ranges::replace_if(data, [](uint8_t byte) { return (byte & 0x7f) == 0x7f; }, 0x80);
     }
     if (m.format == WeightFormat::kMxfp4) {
       add_mxfp4_scales(op, name, shift, seed);

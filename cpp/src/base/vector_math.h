@@ -25,10 +25,27 @@ namespace paceline {
 using V16 = float __attribute__((vector_size(64)));
 using V16i = int32_t __attribute__((vector_size(64)));
 using V16u = uint32_t __attribute__((vector_size(64)));
+using V8 = float __attribute__((vector_size(32)));
+using V4 = float __attribute__((vector_size(16)));
 
-// The same vectors, aligned only to an element.
-using V16Any = float __attribute__((vector_size(64), aligned(4), may_alias));
-using H16Any = uint16_t __attribute__((vector_size(32), aligned(2), may_alias));
+// How memory holds the lanes of a vector: aligned only to an element.
+template <class Vector>
+struct InMemory;
+template <>
+struct InMemory<V16> {
+  using Floats = float __attribute__((vector_size(64), aligned(4), may_alias));
+  using Bf16s = uint16_t __attribute__((vector_size(32), aligned(2), may_alias));
+};
+template <>
+struct InMemory<V8> {
+  using Floats = float __attribute__((vector_size(32), aligned(4), may_alias));
+  using Bf16s = uint16_t __attribute__((vector_size(16), aligned(2), may_alias));
+};
+template <>
+struct InMemory<V4> {
+  using Floats = float __attribute__((vector_size(16), aligned(4), may_alias));
+  using Bf16s = uint16_t __attribute__((vector_size(8), aligned(2), may_alias));
+};
 
 enum class Isa : uint8_t { kBaseline, kAvx2, kAvx512 };
 
@@ -45,6 +62,41 @@ enum class Isa : uint8_t { kBaseline, kAvx2, kAvx512 };
   return isa;
 }
 
+// Sixteen lanes as two halves. GCC keeps a vector that is wider than a register in memory from one
+// round of a loop to the next, which makes a sum of products several times slower. Halves as wide
+// as a register stay in registers.
+template <class Half>
+struct Halves {
+  Half low;
+  Half high;
+};
+
+// Sixteen lanes in registers of one instruction set. Results have the same bits for all of them.
+template <Isa kIsa>
+struct LanesOf {
+  using Type = V16;
+};
+template <>
+struct LanesOf<Isa::kAvx2> {
+  using Type = Halves<V8>;
+};
+template <>
+struct LanesOf<Isa::kBaseline> {
+  using Type = Halves<Halves<V4>>;
+};
+
+// Kernel::run, with the lanes of the instruction set where it is a template over them. Kernels
+// whose sums live through a loop are such templates.
+template <class Kernel, Isa kIsa, class... Args>
+[[gnu::always_inline]] inline void run_with_lanes(Args... args) {
+  using Lanes = typename LanesOf<kIsa>::Type;
+  if constexpr (requires { Kernel::template run<Lanes>(args...); }) {
+    Kernel::template run<Lanes>(args...);
+  } else {
+    Kernel::run(args...);
+  }
+}
+
 // Kernel::run compiled for one instruction set.
 template <class Kernel, Isa kIsa>
 struct Compiled;
@@ -54,7 +106,7 @@ struct Compiled<Kernel, Isa::kAvx512> {
   template <class... Args>
   [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"), gnu::noinline]]
   static void run(Args... args) {
-    Kernel::run(args...);
+    run_with_lanes<Kernel, Isa::kAvx512>(args...);
   }
 };
 
@@ -62,7 +114,7 @@ template <class Kernel>
 struct Compiled<Kernel, Isa::kAvx2> {
   template <class... Args>
   [[gnu::target("avx2,fma"), gnu::noinline]] static void run(Args... args) {
-    Kernel::run(args...);
+    run_with_lanes<Kernel, Isa::kAvx2>(args...);
   }
 };
 
@@ -70,7 +122,7 @@ template <class Kernel>
 struct Compiled<Kernel, Isa::kBaseline> {
   template <class... Args>
   [[gnu::noinline]] static void run(Args... args) {
-    Kernel::run(args...);
+    run_with_lanes<Kernel, Isa::kBaseline>(args...);
   }
 };
 
@@ -86,40 +138,123 @@ inline void run_best_isa(Args... args) {
   }
 }
 
-[[gnu::always_inline]] inline V16 broadcast(float value) { return V16{} + value; }
+#define PACELINE_HALVES_OPERATOR(op)                                                       \
+  template <class Half>                                                                    \
+  [[gnu::always_inline]] inline Halves<Half> operator op(const Halves<Half>& a,            \
+                                                         const Halves<Half>& b) {          \
+    return {a.low op b.low, a.high op b.high};                                             \
+  }                                                                                        \
+  template <class Half>                                                                    \
+  [[gnu::always_inline]] inline Halves<Half> operator op(const Halves<Half>& a, float b) { \
+    return {a.low op b, a.high op b};                                                      \
+  }                                                                                        \
+  template <class Half>                                                                    \
+  [[gnu::always_inline]] inline Halves<Half> operator op(float a, const Halves<Half>& b) { \
+    return {a op b.low, a op b.high};                                                      \
+  }
+PACELINE_HALVES_OPERATOR(+)
+PACELINE_HALVES_OPERATOR(-)
+PACELINE_HALVES_OPERATOR(*)
+PACELINE_HALVES_OPERATOR(/)
+#undef PACELINE_HALVES_OPERATOR
 
-[[gnu::always_inline]] inline V16 load(const float* from) {
-  return *reinterpret_cast<const V16Any*>(from);
+template <class Half>
+[[gnu::always_inline]] inline void operator+=(Halves<Half>& a, const Halves<Half>& b) {
+  a.low += b.low;
+  a.high += b.high;
+}
+template <class Half>
+[[gnu::always_inline]] inline Halves<Half> operator-(const Halves<Half>& a) {
+  return {-a.low, -a.high};
 }
 
-// bfloat16 is the upper half of a float.
-[[gnu::always_inline]] inline V16 load(const uint16_t* from) {
-  const V16u bits = __builtin_convertvector(*reinterpret_cast<const H16Any*>(from), V16u);
-  return reinterpret_cast<V16>(bits << 16);
+template <class L>
+inline constexpr bool kIsHalves = false;
+template <class Half>
+inline constexpr bool kIsHalves<Halves<Half>> = true;
+
+template <class L = V16>
+[[gnu::always_inline]] inline L broadcast(float value) {
+  if constexpr (kIsHalves<L>) {
+    const auto half = broadcast<decltype(L::low)>(value);
+    return {half, half};
+  } else {
+    return L{} + value;
+  }
 }
 
-[[gnu::always_inline]] inline void store(float* to, const V16& value) {
-  *reinterpret_cast<V16Any*>(to) = value;
+// Sixteen elements, float or bfloat16.
+template <class L = V16, class T>
+[[gnu::always_inline]] inline L load(const T* from) {
+  if constexpr (kIsHalves<L>) {
+    using Half = decltype(L::low);
+    return {load<Half>(from), load<Half>(from + sizeof(Half) / sizeof(float))};
+  } else if constexpr (sizeof(T) == sizeof(float)) {
+    return *reinterpret_cast<const typename InMemory<L>::Floats*>(from);
+  } else {
+    // bfloat16 is the upper half of a float.
+    using Bits = decltype(L{} < L{});
+    const auto& bf16s = *reinterpret_cast<const typename InMemory<L>::Bf16s*>(from);
+    return reinterpret_cast<L>(__builtin_convertvector(bf16s, Bits) << 16);
+  }
+}
+
+template <class L>
+[[gnu::always_inline]] inline void store(float* to, const L& value) {
+  if constexpr (kIsHalves<L>) {
+    store(to, value.low);
+    store(to + sizeof(value.low) / sizeof(float), value.high);
+  } else {
+    *reinterpret_cast<typename InMemory<L>::Floats*>(to) = value;
+  }
+}
+
+// Zeroes accumulators. An initialiser `= {}` would write them to memory where Lanes are halves.
+template <class Lanes, int kRows, int kCols>
+[[gnu::always_inline]] inline void clear(Lanes (&sums)[kRows][kCols]) {
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kCols; ++c) sums[r][c] = broadcast<Lanes>(0.0f);
+  }
 }
 
 // The first `count` (1..15) elements, followed by zeros; never reads past them.
-template <class T>
-[[gnu::always_inline]] inline V16 load_first(const T* from, int32_t count) {
+template <class L = V16, class T>
+[[gnu::always_inline]] inline L load_first(const T* from, int32_t count) {
   T padded[16] = {};
-  for (int32_t i = 0; i < count; ++i) padded[i] = from[i];
-  return load(padded);
+  if constexpr (kIsHalves<L>) {
+    // Pieces of fixed sizes, where GCC would call memcpy.
+    int32_t num_copied = 0;
+    for (const int32_t size : {8, 4, 2, 1}) {
+      if ((count & size) == 0) continue;
+      std::memcpy(padded + num_copied, from + num_copied, static_cast<size_t>(size) * sizeof(T));
+      num_copied += size;
+    }
+  } else {
+    for (int32_t i = 0; i < count; ++i) padded[i] = from[i];
+  }
+  return load<L>(padded);
 }
 
 // Sixteen elements, of which `num_left` exist; the others are zero.
-template <class T>
-[[gnu::always_inline]] inline V16 load_up_to(const T* from, int32_t num_left) {
-  return num_left >= 16 ? load(from) : load_first(from, num_left);
+template <class L = V16, class T>
+[[gnu::always_inline]] inline L load_up_to(const T* from, int32_t num_left) {
+  return num_left >= 16 ? load<L>(from) : load_first<L>(from, num_left);
 }
 
-[[gnu::always_inline]] inline void store_first(float* to, const V16& value, int32_t count) {
+template <class L>
+[[gnu::always_inline]] inline void store_first(float* to, const L& value, int32_t count) {
   float padded[16];
   store(padded, value);
   for (int32_t i = 0; i < count; ++i) to[i] = padded[i];
+}
+
+template <class L>
+[[gnu::always_inline]] inline void store_up_to(float* to, const L& value, int32_t num_left) {
+  if (num_left >= 16) {
+    store(to, value);
+  } else {
+    store_first(to, value, num_left);
+  }
 }
 
 // Four sums over lanes at once. The tree is fixed: l + (l ^ 8), then ^ 4, ^ 2, ^ 1. Float addition
@@ -143,11 +278,65 @@ struct Sums4 {
   return {all[0], all[4], all[8], all[12]};
 }
 
-[[gnu::always_inline]] inline float sum_lanes(const V16& a) { return sum_lanes(a, a, a, a).sum[0]; }
+[[gnu::always_inline]] inline Sums4 sum_lanes(const V8& a, const V8& b, const V8& c, const V8& d) {
+  using V8i = int32_t __attribute__((vector_size(32)));
+  constexpr V8i kLow4 = {0, 1, 2, 3, 8, 9, 10, 11};
+  constexpr V8i kHigh4 = {4, 5, 6, 7, 12, 13, 14, 15};
+  constexpr V8i kSwap2 = {2, 3, 0, 1, 6, 7, 4, 5};
+  constexpr V8i kSwap1 = {1, 0, 3, 2, 5, 4, 7, 6};
+  V8 ab = __builtin_shuffle(a, b, kLow4) + __builtin_shuffle(a, b, kHigh4);
+  V8 cd = __builtin_shuffle(c, d, kLow4) + __builtin_shuffle(c, d, kHigh4);
+  ab += __builtin_shuffle(ab, kSwap2);
+  cd += __builtin_shuffle(cd, kSwap2);
+  ab += __builtin_shuffle(ab, kSwap1);
+  cd += __builtin_shuffle(cd, kSwap1);
+  return {ab[0], ab[4], cd[0], cd[4]};
+}
+[[gnu::always_inline]] inline Sums4 sum_lanes(const V4& a, const V4& b, const V4& c, const V4& d) {
+  const auto sum = [](const V4& of)
+                       __attribute__((always_inline)) { return (of[0] + of[2]) + (of[1] + of[3]); };
+  return {sum(a), sum(b), sum(c), sum(d)};
+}
+template <class Half>
+[[gnu::always_inline]] inline Sums4 sum_lanes(const Halves<Half>& a, const Halves<Half>& b,
+                                              const Halves<Half>& c, const Halves<Half>& d) {
+  return sum_lanes(a.low + a.high, b.low + b.high, c.low + c.high, d.low + d.high);
+}
 
-[[gnu::always_inline]] inline V16 max(const V16& a, const V16& b) { return a > b ? a : b; }
+template <class L>
+[[gnu::always_inline]] inline float sum_lanes(const L& a) {
+  return sum_lanes(a, a, a, a).sum[0];
+}
 
-[[gnu::always_inline]] inline float max_lanes(const V16& a) {
+// The second operand where the first is above, or below, it; a NaN of the first stays.
+template <class L>
+[[gnu::always_inline]] inline L at_most(const L& a, const L& b) {
+  if constexpr (kIsHalves<L>) {
+    return {at_most(a.low, b.low), at_most(a.high, b.high)};
+  } else {
+    return a > b ? b : a;
+  }
+}
+template <class L>
+[[gnu::always_inline]] inline L at_least(const L& a, const L& b) {
+  if constexpr (kIsHalves<L>) {
+    return {at_least(a.low, b.low), at_least(a.high, b.high)};
+  } else {
+    return a < b ? b : a;
+  }
+}
+
+template <class L>
+[[gnu::always_inline]] inline L max(const L& a, const L& b) {
+  if constexpr (kIsHalves<L>) {
+    return {max(a.low, b.low), max(a.high, b.high)};
+  } else {
+    return a > b ? a : b;
+  }
+}
+
+template <class L>
+[[gnu::always_inline]] inline float max_lanes(const L& a) {
   float lanes[16];
   store(lanes, a);
   float best = lanes[0];
@@ -159,46 +348,59 @@ struct Sums4 {
 // inf, NaN stays NaN. Cody-Waite reduction and the degree-5 polynomial of Cephes' expf (S. Moshier,
 // netlib.org/cephes). 2^n is applied as two factors, so that n may exceed the range of the
 // exponent.
-[[gnu::always_inline]] inline V16 exp(const V16& value) {
-  const V16 low = broadcast(-104.0f);
-  const V16 high = broadcast(89.0f);
-  V16 x = value < low ? low : value;
-  x = x > high ? high : x;
-  const float kRound = 0x1.8p23f;  // adding it rounds x to an integer in the low mantissa bits
-  const V16 shifted = x * 1.44269504f + kRound;
-  const V16 n = shifted - kRound;
-  V16 r = x - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  V16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const V16i exponent = reinterpret_cast<V16i>(shifted) - 0x4b400000;  // n, from the mantissa bits
-  const V16i half = exponent >> 1;
-  const V16 scale0 = reinterpret_cast<V16>((half + 127) << 23);
-  const V16 scale1 = reinterpret_cast<V16>((exponent - half + 127) << 23);
-  return p * scale0 * scale1;
+template <class L>
+[[gnu::always_inline]] inline L exp(const L& value) {
+  if constexpr (kIsHalves<L>) {
+    return {exp(value.low), exp(value.high)};
+  } else {
+    using Ints = decltype(value < value);
+    const L low = broadcast<L>(-104.0f);
+    const L high = broadcast<L>(89.0f);
+    L x = value < low ? low : value;
+    x = x > high ? high : x;
+    const float kRound = 0x1.8p23f;  // adding it rounds x to an integer in the low mantissa bits
+    const L shifted = x * 1.44269504f + kRound;
+    const L n = shifted - kRound;
+    L r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    L p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const Ints exponent =
+        reinterpret_cast<Ints>(shifted) - 0x4b400000;  // n, from the mantissa bits
+    const Ints half = exponent >> 1;
+    const L scale0 = reinterpret_cast<L>((half + 127) << 23);
+    const L scale1 = reinterpret_cast<L>((exponent - half + 127) << 23);
+    return p * scale0 * scale1;
+  }
 }
 
 // exp of one value, with the same bits as in a vector.
-[[gnu::always_inline]] inline float exp_one(float x) { return exp(broadcast(x))[0]; }
+[[gnu::always_inline]] inline float exp_one(float x) { return exp(broadcast<V4>(x))[0]; }
 
 // tanh(x) within 2 ulp: Cephes' tanhf, an odd polynomial below 0.625, 1 - 2 / (exp(2x) + 1) above.
-[[gnu::always_inline]] inline V16 tanh(const V16& x) {
-  const V16 magnitude =
-      reinterpret_cast<V16>(reinterpret_cast<V16i>(x) & std::numeric_limits<int32_t>::max());
-  V16 large = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
-  const V16i sign = reinterpret_cast<V16i>(x) & std::numeric_limits<int32_t>::min();
-  large = reinterpret_cast<V16>(reinterpret_cast<V16i>(large) | sign);
-  const V16 z = x * x;
-  V16 p = z * -5.70498872745e-3f + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  const V16 small = p * z * x + x;
-  return magnitude < 0.625f ? small : large;
+template <class L>
+[[gnu::always_inline]] inline L tanh(const L& x) {
+  if constexpr (kIsHalves<L>) {
+    return {tanh(x.low), tanh(x.high)};
+  } else {
+    using Ints = decltype(x < x);
+    const L magnitude =
+        reinterpret_cast<L>(reinterpret_cast<Ints>(x) & std::numeric_limits<int32_t>::max());
+    L large = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
+    const Ints sign = reinterpret_cast<Ints>(x) & std::numeric_limits<int32_t>::min();
+    large = reinterpret_cast<L>(reinterpret_cast<Ints>(large) | sign);
+    const L z = x * x;
+    L p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    const L small = p * z * x + x;
+    return magnitude < 0.625f ? small : large;
+  }
 }
 
 }  // namespace paceline

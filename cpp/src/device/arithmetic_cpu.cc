@@ -25,10 +25,11 @@ constexpr int64_t kSteps = int64_t{1} << 20;
 template <int kCount>
 struct MultiplyAddKernel {
   static constexpr double kOperations = 2.0 * 16 * kCount;
+  template <class Lanes>
   [[gnu::always_inline]] static void run(int64_t steps, float* sum) {
-    V16 acc[kCount];
-    for (int i = 0; i < kCount; ++i) acc[i] = broadcast(static_cast<float>(i));
-    V16 factor = broadcast(0.5f);
+    Lanes acc[kCount];
+    for (int i = 0; i < kCount; ++i) acc[i] = broadcast<Lanes>(static_cast<float>(i));
+    Lanes factor = broadcast<Lanes>(0.5f);
     asm volatile("" : "+m"(factor));
     for (int64_t step = 0; step < steps; ++step) {
       for (int i = 0; i < kCount; ++i) acc[i] = acc[i] * factor + factor;

@@ -19,12 +19,14 @@ namespace {
 
 // Sums [begin, end), a multiple of 256 bytes, with enough loads in flight to saturate the memory.
 struct SumKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* begin, const float* end, float* sum) {
-    V16 acc[4] = {};
+    Lanes acc[4];
+    for (Lanes& sums : acc) sums = broadcast<Lanes>(0.0f);
     for (; begin < end; begin += 64) {
       // Prefetching past the end is harmless: a prefetch never faults.
       for (int i = 0; i < 4; ++i) __builtin_prefetch(begin + 2048 + 16 * i, 0, 2);
-      for (int i = 0; i < 4; ++i) acc[i] += load(begin + 16 * i);
+      for (int i = 0; i < 4; ++i) acc[i] += load<Lanes>(begin + 16 * i);
     }
     *sum = sum_lanes(acc[0] + acc[1] + acc[2] + acc[3]);
   }

@@ -48,9 +48,10 @@ struct Locator {
 
 template <class Kv, int kHeads>
 struct AttendKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const HeadGroup* group, int32_t begin, int32_t end,
                                          const Locator<Kv>* locate) {
-    KeyWalk<Kv, kHeads> walk;
+    KeyWalk<Lanes, Kv, kHeads> walk;
     walk.start(*group);
     walk.add(*group, begin, end, *locate);
     walk.finish(*group, begin < end);

@@ -39,8 +39,18 @@ struct HeadGroup {
   float soft_cap;
 };
 
+// cap * tanh(score / cap), but -inf, which marks an invisible key, stays.
+template <class L>
+[[gnu::always_inline]] inline L capped(const L& score, float cap) {
+  if constexpr (kIsHalves<L>) {
+    return {capped(score.low, cap), capped(score.high, cap)};
+  } else {
+    return score > kNegInf ? cap * tanh(score / cap) : score;
+  }
+}
+
 // scores[h][j - first] = q_h . key_j for keys [first, last) of the chunk.
-template <class Kv, int kHeads>
+template <class Lanes, class Kv, int kHeads>
 [[gnu::always_inline]] inline void score_keys(const HeadGroup& group, const Kv* const* keys,
                                               int32_t first, int32_t last,
                                               float (*scores)[kChunk]) {
@@ -49,21 +59,22 @@ template <class Kv, int kHeads>
     // Past the last key the loop repeats it and drops the extra scores.
     const Kv* key[4];
     for (int i = 0; i < 4; ++i) key[i] = keys[std::min(j + i, last - 1)];
-    V16 acc[kHeads][4] = {};
+    Lanes acc[kHeads][4];
+    clear(acc);
     int32_t d = 0;
     for (; d + 16 <= head_dim; d += 16) {
-      V16 kv[4];
-      for (int i = 0; i < 4; ++i) kv[i] = load(key[i] + d);
+      Lanes kv[4];
+      for (int i = 0; i < 4; ++i) kv[i] = load<Lanes>(key[i] + d);
       for (int h = 0; h < kHeads; ++h) {
-        const V16 q = load(group.q + h * head_dim + d);
+        const Lanes q = load<Lanes>(group.q + h * head_dim + d);
         for (int i = 0; i < 4; ++i) acc[h][i] += q * kv[i];
       }
     }
     if (d < head_dim) {
-      V16 kv[4];
-      for (int i = 0; i < 4; ++i) kv[i] = load_first(key[i] + d, head_dim - d);
+      Lanes kv[4];
+      for (int i = 0; i < 4; ++i) kv[i] = load_first<Lanes>(key[i] + d, head_dim - d);
       for (int h = 0; h < kHeads; ++h) {
-        const V16 q = load_first(group.q + h * head_dim + d, head_dim - d);
+        const Lanes q = load_first<Lanes>(group.q + h * head_dim + d, head_dim - d);
         for (int i = 0; i < 4; ++i) acc[h][i] += q * kv[i];
       }
     }
@@ -76,35 +87,36 @@ template <class Kv, int kHeads>
 
 // running[h][d .. d + 16 kVectors) = running * running_factor + (sum over keys of weight * V) *
 // chunk_factor.
-template <class Kv, int kHeads, int kVectors>
+template <class Lanes, class Kv, int kHeads, int kVectors>
 [[gnu::always_inline]] inline void accumulate_values(const Kv* const* values, int32_t first,
                                                      int32_t last, const float (*weights)[kChunk],
                                                      int32_t value_dim, int32_t d,
                                                      const float* running_factor,
                                                      const float* chunk_factor, float* running) {
-  V16 acc[kHeads][kVectors] = {};
+  Lanes acc[kHeads][kVectors];
+  clear(acc);
   for (int32_t j = first; j < last; ++j) {
-    V16 value[kVectors];
+    Lanes value[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       // Only a call for one vector can reach past value_dim.
-      value[i] =
-          kVectors == 1 ? load_up_to(values[j] + d, value_dim - d) : load(values[j] + d + 16 * i);
+      value[i] = kVectors == 1 ? load_up_to<Lanes>(values[j] + d, value_dim - d)
+                               : load<Lanes>(values[j] + d + 16 * i);
     }
     for (int h = 0; h < kHeads; ++h) {
-      const V16 weight = broadcast(weights[h][j]);
+      const Lanes weight = broadcast<Lanes>(weights[h][j]);
       for (int i = 0; i < kVectors; ++i) acc[h][i] += weight * value[i];
     }
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kVectors; ++i) {
       float* const to = running + h * kMaxValueDim + d + 16 * i;
-      store(to, load(to) * running_factor[h] + acc[h][i] * chunk_factor[h]);
+      store(to, load<Lanes>(to) * running_factor[h] + acc[h][i] * chunk_factor[h]);
     }
   }
 }
 
 // The running (max, sum, accumulator) of a group of kHeads heads.
-template <class Kv, int kHeads>
+template <class Lanes, class Kv, int kHeads>
 struct KeyWalk {
   [[gnu::always_inline]] void start(const HeadGroup& group) {
     for (int h = 0; h < kHeads; ++h) {
@@ -124,26 +136,23 @@ struct KeyWalk {
       const int32_t first = std::max(begin - chunk, 0);
       const int32_t last = std::min(end - chunk, kChunk);
       locate(chunk, first, last, keys, values);
-      score_keys<Kv, kHeads>(group, keys, first, last, scores);
+      score_keys<Lanes, Kv, kHeads>(group, keys, first, last, scores);
       float running_factor[kHeads];
       float chunk_factor[kHeads];
       for (int h = 0; h < kHeads; ++h) {
         std::fill(scores[h], scores[h] + first, kNegInf);
         std::fill(scores[h] + last, scores[h] + kChunk, kNegInf);
-        V16 highest = broadcast(kNegInf);
+        Lanes highest = broadcast<Lanes>(kNegInf);
         for (int32_t j = 0; j < kChunk; j += 16) {
-          V16 score = load(scores[h] + j) * group.scale;
-          if (group.soft_cap > 0.0f) {
-            // -inf marks an invisible key and must not become -cap.
-            score = score > kNegInf ? group.soft_cap * tanh(score / group.soft_cap) : score;
-          }
+          Lanes score = load<Lanes>(scores[h] + j) * group.scale;
+          if (group.soft_cap > 0.0f) score = capped(score, group.soft_cap);
           store(scores[h] + j, score);
           highest = max(highest, score);
         }
         const float chunk_max = max_lanes(highest);
-        V16 sum = {};
+        Lanes sum = {};
         for (int32_t j = 0; j < kChunk; j += 16) {
-          const V16 weight = exp(load(scores[h] + j) - chunk_max);
+          const Lanes weight = exp(load<Lanes>(scores[h] + j) - chunk_max);
           store(scores[h] + j, weight);
           sum += weight;
         }
@@ -155,12 +164,12 @@ struct KeyWalk {
       }
       int32_t d = 0;
       for (; d + 64 <= value_dim; d += 64) {
-        accumulate_values<Kv, kHeads, 4>(values, first, last, scores, value_dim, d, running_factor,
-                                         chunk_factor, running);
+        accumulate_values<Lanes, Kv, kHeads, 4>(values, first, last, scores, value_dim, d,
+                                                running_factor, chunk_factor, running);
       }
       for (; d < value_dim; d += 16) {
-        accumulate_values<Kv, kHeads, 1>(values, first, last, scores, value_dim, d, running_factor,
-                                         chunk_factor, running);
+        accumulate_values<Lanes, Kv, kHeads, 1>(values, first, last, scores, value_dim, d,
+                                                running_factor, chunk_factor, running);
       }
     }
   }

@@ -12,23 +12,20 @@ namespace {
 
 struct ConvolveRowKernel {
   // x: the row, behind those that its taps read.
+  template <class Lanes>
   [[gnu::always_inline]] static void run(float* x, const float* base, const float* delta,
                                          int32_t num_taps, int32_t group, int32_t hidden) {
     const int32_t num_groups = hidden / group;
     for (int32_t g = 0; g < num_groups; ++g) {
       const int32_t end = (g + 1) * group;
       for (int32_t i = g * group; i < end; i += 16) {
-        V16 sum = {};
+        Lanes sum = {};
         for (int32_t t = 0; t < num_taps; ++t) {
-          const V16 weight = load_up_to(base + int64_t{t} * hidden + i, end - i) +
-                             broadcast(delta[int64_t{t} * num_groups + g]);
-          sum += load_up_to(x - int64_t{t} * hidden + i, end - i) * weight;
+          const Lanes weight = load_up_to<Lanes>(base + int64_t{t} * hidden + i, end - i) +
+                               broadcast<Lanes>(delta[int64_t{t} * num_groups + g]);
+          sum += load_up_to<Lanes>(x - int64_t{t} * hidden + i, end - i) * weight;
         }
-        if (i + 16 <= end) {
-          store(x + i, sum);
-        } else {
-          store_first(x + i, sum, end - i);
-        }
+        store_up_to(x + i, sum, end - i);
       }
     }
   }

@@ -14,15 +14,13 @@ namespace {
 // y = e * projected.
 template <class T>
 struct WeighKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const T* e, const float* projected, int32_t rank,
                                          float* y) {
     for (int32_t i = 0; i < rank; i += 16) {
-      const V16 value = load_up_to(e + i, rank - i) * load_up_to(projected + i, rank - i);
-      if (i + 16 <= rank) {
-        store(y + i, value);
-      } else {
-        store_first(y + i, value, rank - i);
-      }
+      store_up_to(y + i,
+                  load_up_to<Lanes>(e + i, rank - i) * load_up_to<Lanes>(projected + i, rank - i),
+                  rank - i);
     }
   }
 };
@@ -30,11 +28,12 @@ struct WeighKernel {
 // sum = weighed . e
 template <class T>
 struct DotKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* weighed, const T* e, int32_t rank,
                                          float* sum) {
-    V16 sums = {};
+    Lanes sums = {};
     for (int32_t i = 0; i < rank; i += 16) {
-      sums += load_up_to(weighed + i, rank - i) * load_up_to(e + i, rank - i);
+      sums += load_up_to<Lanes>(weighed + i, rank - i) * load_up_to<Lanes>(e + i, rank - i);
     }
     *sum = sum_lanes(sums);
   }

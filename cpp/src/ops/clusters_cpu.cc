@@ -18,12 +18,14 @@ namespace {
 // Activations are float32 on the CPU; weights keep the dtype in which they were loaded.
 template <class Weight>
 struct DotKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* x, const Weight* weight, int32_t size,
                                          float* sum) {
-    V16 sums = {};
+    Lanes sums = {};
     int32_t i = 0;
-    for (; i + 16 <= size; i += 16) sums += load(x + i) * load(weight + i);
-    if (i < size) sums += load_first(x + i, size - i) * load_first(weight + i, size - i);
+    for (; i + 16 <= size; i += 16) sums += load<Lanes>(x + i) * load<Lanes>(weight + i);
+    if (i < size)
+      sums += load_first<Lanes>(x + i, size - i) * load_first<Lanes>(weight + i, size - i);
     *sum = sum_lanes(sums);
   }
 };

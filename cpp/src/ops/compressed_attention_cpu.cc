@@ -50,8 +50,9 @@ struct Keys {
 
 template <class Kv, int kHeads>
 struct AttendKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const HeadGroup* group, const Keys<Kv>* keys) {
-    KeyWalk<Kv, kHeads> walk;
+    KeyWalk<Lanes, Kv, kHeads> walk;
     walk.start(*group);
     walk.add(*group, keys->window_begin, keys->window_end, keys->window);
     walk.add(*group, 0, keys->num_entries, keys->entries);
@@ -62,6 +63,7 @@ struct AttendKernel {
 template <class Kv>
 struct ScoreKernel {
   // The scores of entries [begin, end), at most kChunk.
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const IndexScoresParams* p, int32_t row,
                                          const EntryLocator<Kv>* locate, int32_t begin,
                                          int32_t end) {
@@ -82,12 +84,12 @@ struct ScoreKernel {
     for (int32_t head = 0; head < p->num_heads; head += kMaxHeadsAtOnce) {
       const int32_t heads = std::min(p->num_heads - head, kMaxHeadsAtOnce);
       if (heads == kMaxHeadsAtOnce) {
-        score_keys<Kv, kMaxHeadsAtOnce>(group, keys, 0, end - begin, products);
+        score_keys<Lanes, Kv, kMaxHeadsAtOnce>(group, keys, 0, end - begin, products);
       } else {
         for (int32_t h = 0; h < heads; ++h) {
           HeadGroup one = group;
           one.q += h * p->head_dim;
-          score_keys<Kv, 1>(one, keys, 0, end - begin, products + h);
+          score_keys<Lanes, Kv, 1>(one, keys, 0, end - begin, products + h);
         }
       }
       for (int32_t h = 0; h < heads; ++h) {

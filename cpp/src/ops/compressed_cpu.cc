@@ -43,21 +43,23 @@ bool is_in_null_block(const KvLayerView& view, int64_t slot) { return slot < vie
 }
 
 struct AppendKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const AppendWindowEntriesParams* p, int32_t row) {
     float* const q = static_cast<float*>(p->qkv_a) + int64_t{row} * (p->q_width + p->head_dim);
-    norm_head(q, p->q_norm, p->norm_weight_offset, p->norm_eps, q, p->q_width);
+    norm_head<Lanes>(q, p->q_norm, p->norm_weight_offset, p->norm_eps, q, p->q_width);
     const int64_t slot = p->slot_mapping[row];
     if (is_in_null_block(p->entries, slot)) return;
     float entry[kMaxCompressedHeadDim];
-    norm_head(q + p->q_width, p->entry_norm, p->norm_weight_offset, p->norm_eps, entry,
-              p->head_dim);
-    rotate_to(p->rope, p->rope.positions[row], entry + p->head_dim - p->rope_head_dim,
-              p->rope_head_dim);
+    norm_head<Lanes>(q + p->q_width, p->entry_norm, p->norm_weight_offset, p->norm_eps, entry,
+                     p->head_dim);
+    rotate_to<Lanes>(p->rope, p->rope.positions[row], entry + p->head_dim - p->rope_head_dim,
+                     p->rope_head_dim);
     append_head(entry, p->entries.dtype, address_of(p->entries, slot, p->head_dim), p->head_dim);
   }
 };
 
 struct RotateKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const RotateHeadsParams* p, int32_t row) {
     const int32_t width = p->rope_head_dim;
     LatentRope rope = p->rope;
@@ -70,8 +72,8 @@ struct RotateKernel {
     }
     float* head = static_cast<float*>(p->x) + int64_t{row} * p->num_heads * p->head_dim;
     for (int32_t h = 0; h < p->num_heads; ++h, head += p->head_dim) {
-      if (p->has_norm) norm_head_unweighted(head, p->norm_eps, head, p->head_dim);
-      rotate_to(rope, rope.positions[row], head + p->head_dim - width, width);
+      if (p->has_norm) norm_head_unweighted<Lanes>(head, p->norm_eps, head, p->head_dim);
+      rotate_to<Lanes>(rope, rope.positions[row], head + p->head_dim - width, width);
     }
   }
 };
@@ -86,34 +88,37 @@ struct EntryTokens {
 };
 
 // The softmax over tokens times kv, for 16 channels from d on, of which num_left exist.
-[[gnu::always_inline]] inline V16 mean_channels(const EntryTokens& tokens, int32_t d,
-                                                int32_t num_left) {
-  V16 highest = broadcast(-std::numeric_limits<float>::infinity());
+template <class Lanes>
+[[gnu::always_inline]] inline Lanes mean_channels(const EntryTokens& tokens, int32_t d,
+                                                  int32_t num_left) {
+  Lanes highest = broadcast<Lanes>(-std::numeric_limits<float>::infinity());
   for (int32_t t = 0; t < tokens.count; ++t) {
-    highest = max(highest, load_up_to(tokens.gate[t] + d, num_left) +
-                               load_up_to(tokens.bias[t] + d, num_left));
+    highest = max(highest, load_up_to<Lanes>(tokens.gate[t] + d, num_left) +
+                               load_up_to<Lanes>(tokens.bias[t] + d, num_left));
   }
-  V16 sum = {};
-  V16 weighted = {};
+  Lanes sum = {};
+  Lanes weighted = {};
   for (int32_t t = 0; t < tokens.count; ++t) {
-    const V16 weight = exp(load_up_to(tokens.gate[t] + d, num_left) +
-                           load_up_to(tokens.bias[t] + d, num_left) - highest);
+    const Lanes weight = exp(load_up_to<Lanes>(tokens.gate[t] + d, num_left) +
+                             load_up_to<Lanes>(tokens.bias[t] + d, num_left) - highest);
     sum += weight;
-    weighted += weight * load_up_to(tokens.kv[t] + d, num_left);
+    weighted += weight * load_up_to<Lanes>(tokens.kv[t] + d, num_left);
   }
   return weighted / sum;
 }
 
 struct CompressKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const CompressParams* p, const Compressor* c, int32_t row,
                                          const EntryTokens* tokens) {
     float entry[kMaxCompressedHeadDim];
     int32_t d = 0;
-    for (; d + 16 <= c->dim; d += 16) store(entry + d, mean_channels(*tokens, d, 16));
-    if (d < c->dim) store_first(entry + d, mean_channels(*tokens, d, c->dim - d), c->dim - d);
-    norm_head(entry, c->norm, p->norm_weight_offset, p->norm_eps, entry, c->dim);
+    for (; d + 16 <= c->dim; d += 16) store(entry + d, mean_channels<Lanes>(*tokens, d, 16));
+    if (d < c->dim)
+      store_first(entry + d, mean_channels<Lanes>(*tokens, d, c->dim - d), c->dim - d);
+    norm_head<Lanes>(entry, c->norm, p->norm_weight_offset, p->norm_eps, entry, c->dim);
     const int32_t first_token = p->positions[row] / p->tokens_per_entry * p->tokens_per_entry;
-    rotate_to(p->rope, first_token, entry + c->dim - p->rope_head_dim, p->rope_head_dim);
+    rotate_to<Lanes>(p->rope, first_token, entry + c->dim - p->rope_head_dim, p->rope_head_dim);
     append_head(entry, c->entries.dtype, address_of(c->entries, p->entry_slots[row], c->dim),
                 c->dim);
   }

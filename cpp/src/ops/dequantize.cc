@@ -80,7 +80,7 @@ struct Nibbles {
 // `value` must be a bfloat16 where a bfloat16 is stored.
 [[gnu::always_inline]] inline void store_value(float* to, const V16& value) { store(to, value); }
 [[gnu::always_inline]] inline void store_value(uint16_t* to, const V16& value) {
-  *reinterpret_cast<H16Any*>(to) =
+  *reinterpret_cast<InMemory<V16>::Bf16s*>(to) =
       __builtin_convertvector(reinterpret_cast<V16u>(value) >> 16, H16);
 }
 

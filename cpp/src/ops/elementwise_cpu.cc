@@ -14,31 +14,31 @@ namespace {
 
 template <class Weight>
 struct ScaleKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const Weight* from, float scale, float* to, int32_t n) {
     int32_t i = 0;
-    for (; i + 16 <= n; i += 16) store(to + i, load(from + i) * scale);
-    if (i < n) store_first(to + i, load_first(from + i, n - i) * scale, n - i);
+    for (; i + 16 <= n; i += 16) store(to + i, load<Lanes>(from + i) * scale);
+    if (i < n) store_first(to + i, load_first<Lanes>(from + i, n - i) * scale, n - i);
   }
 };
 
 // Sixteen gates and ups of a row at once. The comparisons keep a NaN.
-template <Activation kActivation>
-[[gnu::always_inline]] inline V16 gate_up(const V16& gate, const V16& up, float alpha,
-                                          float limit) {
+template <Activation kActivation, class Lanes>
+[[gnu::always_inline]] inline Lanes gate_up(const Lanes& gate, const Lanes& up, float alpha,
+                                            float limit) {
   if constexpr (kActivation == Activation::kSilu) {
     return gate / (1.0f + exp(-gate)) * up;
   } else if constexpr (kActivation == Activation::kGeluTanh) {
-    const V16 inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
+    const Lanes inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return 0.5f * gate * (1.0f + tanh(inner)) * up;
   } else if constexpr (kActivation == Activation::kSigmoid) {
     return up / (1.0f + exp(-gate));
   } else {
     static_assert(kActivation == Activation::kSwigluOai || kActivation == Activation::kClampedSilu);
-    const V16 high = broadcast(limit);
-    const V16 low = -high;
-    const V16 g = gate > high ? high : gate;
-    V16 u = up > high ? high : up;
-    u = u < low ? low : u;
+    const Lanes high = broadcast<Lanes>(limit);
+    const Lanes low = -high;
+    const Lanes g = at_most(gate, high);
+    const Lanes u = at_least(at_most(up, high), low);
     if constexpr (kActivation == Activation::kClampedSilu) return g / (1.0f + exp(-g)) * u;
     return g / (1.0f + exp(-alpha * g)) * (u + 1.0f);
   }
@@ -46,17 +46,18 @@ template <Activation kActivation>
 
 template <Activation kActivation>
 struct GateKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* gate, const float* up, float* y, int32_t n,
                                          float alpha, float limit) {
     int32_t i = 0;
     for (; i + 16 <= n; i += 16) {
-      store(y + i, gate_up<kActivation>(load(gate + i), load(up + i), alpha, limit));
+      store(y + i, gate_up<kActivation>(load<Lanes>(gate + i), load<Lanes>(up + i), alpha, limit));
     }
     if (i < n) {
       const int32_t count = n - i;
       store_first(y + i,
-                  gate_up<kActivation>(load_first(gate + i, count), load_first(up + i, count),
-                                       alpha, limit),
+                  gate_up<kActivation>(load_first<Lanes>(gate + i, count),
+                                       load_first<Lanes>(up + i, count), alpha, limit),
                   count);
     }
   }
@@ -102,14 +103,17 @@ void activate_row(const GatedActivationParams& p, int64_t row) {
 }
 
 struct SoftCapKernel {
-  [[gnu::always_inline]] static V16 capped(const V16& logits, float scale, float cap) {
-    const V16 x = logits * scale;
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes capped(const Lanes& logits, float scale, float cap) {
+    const Lanes x = logits * scale;
     return cap > 0 ? cap * tanh(x / cap) : x;
   }
+  template <class Lanes>
   [[gnu::always_inline]] static void run(float* logits, float scale, float cap, int32_t n) {
     int32_t i = 0;
-    for (; i + 16 <= n; i += 16) store(logits + i, capped(load(logits + i), scale, cap));
-    if (i < n) store_first(logits + i, capped(load_first(logits + i, n - i), scale, cap), n - i);
+    for (; i + 16 <= n; i += 16) store(logits + i, capped(load<Lanes>(logits + i), scale, cap));
+    if (i < n)
+      store_first(logits + i, capped(load_first<Lanes>(logits + i, n - i), scale, cap), n - i);
   }
 };
 

@@ -55,36 +55,31 @@ struct TileArgs {
 };
 
 // Writes the outputs of row `r` of a tile from their lanes.
-template <int kCols, class Args>
-[[gnu::always_inline]] inline void store_sums(const Args& args, int r, const V16 (&lanes)[kCols]) {
+template <class Lanes, int kCols, class Args>
+[[gnu::always_inline]] inline void store_sums(const Args& args, int r,
+                                              const Lanes (&lanes)[kCols]) {
   float* const y = args.y + r * args.y_stride;
-  if constexpr (kCols == 4) {
-    const Sums4 sums = sum_lanes(lanes[0], lanes[1], lanes[2], lanes[3]);
-    for (int i = 0; i < 4; ++i) {
-      y[i] = args.bias == nullptr ? sums.sum[i] : sums.sum[i] + args.bias[i];
-    }
-  } else {
-    for (int c = 0; c < kCols; ++c) {
-      const float sum = sum_lanes(lanes[c]);
-      y[c] = args.bias == nullptr ? sum : sum + args.bias[c];
-    }
+  static_assert(kCols <= 4);
+  const Sums4 sums = sum_lanes(lanes[0], lanes[1 % kCols], lanes[2 % kCols], lanes[3 % kCols]);
+  for (int c = 0; c < kCols; ++c) {
+    y[c] = args.bias == nullptr ? sums.sum[c] : sums.sum[c] + args.bias[c];
   }
 }
 
 // Adds the products of the last k - offset columns, fewer than 16.
-template <class W, int kRows, int kCols>
+template <class W, class Lanes, int kRows, int kCols>
 [[gnu::always_inline]] inline void add_tail(const TileArgs<float, W>& args, int64_t offset,
-                                            V16 (&acc)[kRows][kCols]) {
+                                            Lanes (&acc)[kRows][kCols]) {
   const auto tail = static_cast<int32_t>(args.k - offset);
+  // GCC contracts only within a basic block. In this straight-line code, unlike in the loop of a
+  // kernel, it moved the multiplication of some tiles to another block; the asm statements keep it
+  // here.
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kCols; ++c) {
-      V16 xv = load_first(args.x + r * args.x_stride + offset, tail);
-      V16 wv = load_first(args.weight + int64_t{c} * args.k + offset, tail);
-      // GCC contracts only within a basic block. In this straight-line code, unlike in the loop of
-      // a kernel, it moved the multiplication of some tiles to another block; the asm statements
-      // keep it here.
+      Lanes xv = load_first<Lanes>(args.x + r * args.x_stride + offset, tail);
+      Lanes wv = load_first<Lanes>(args.weight + int64_t{c} * args.k + offset, tail);
       asm volatile("" : "+m"(xv), "+m"(wv));
-      V16 sum = acc[r][c] + xv * wv;
+      Lanes sum = acc[r][c] + xv * wv;
       asm volatile("" : "+m"(sum));
       acc[r][c] = sum;
     }
@@ -94,17 +89,19 @@ template <class W, int kRows, int kCols>
 // x in float32; W in float32 or bfloat16, which is widened.
 template <class W, int kRows, int kCols>
 struct TileKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const TileArgs<float, W>* args) {
     const float* const x = args->x;
     const int64_t x_stride = args->x_stride;
     const W* const w = args->weight;
     const int64_t k = args->k;
-    V16 acc[kRows][kCols] = {};
+    Lanes acc[kRows][kCols];
+    clear(acc);
     auto step = [&](int64_t offset) __attribute__((always_inline)) {
-      V16 wv[kCols];
-      for (int c = 0; c < kCols; ++c) wv[c] = load(w + c * k + offset);
+      Lanes wv[kCols];
+      for (int c = 0; c < kCols; ++c) wv[c] = load<Lanes>(w + c * k + offset);
       for (int r = 0; r < kRows; ++r) {
-        const V16 xv = load(x + r * x_stride + offset);
+        const Lanes xv = load<Lanes>(x + r * x_stride + offset);
         for (int c = 0; c < kCols; ++c) acc[r][c] += xv * wv[c];
       }
     };
@@ -129,28 +126,31 @@ struct TileKernel {
 // The same with scales that multiply sums.
 template <class W, int kRows, int kCols>
 struct ScaledTileKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const TileArgs<float, W>* args) {
     const float* const x = args->x;
     const int64_t x_stride = args->x_stride;
     const W* const w = args->weight;
     const int64_t k = args->k;
-    V16 totals[kRows][kCols] = {};
+    Lanes totals[kRows][kCols];
+    clear(totals);
     int64_t offset = 0;
     for (int32_t tile = 0; offset < k; ++tile) {
       const int64_t end = std::min<int64_t>(k, offset + args->scale_cols);
-      V16 acc[kRows][kCols] = {};
+      Lanes acc[kRows][kCols];
+      clear(acc);
       for (; offset + 16 <= end; offset += 16) {
-        V16 wv[kCols];
-        for (int c = 0; c < kCols; ++c) wv[c] = load(w + c * k + offset);
+        Lanes wv[kCols];
+        for (int c = 0; c < kCols; ++c) wv[c] = load<Lanes>(w + c * k + offset);
         for (int r = 0; r < kRows; ++r) {
-          const V16 xv = load(x + r * x_stride + offset);
+          const Lanes xv = load<Lanes>(x + r * x_stride + offset);
           for (int c = 0; c < kCols; ++c) acc[r][c] += xv * wv[c];
         }
       }
       if (offset < end) add_tail<W>(*args, offset, acc);
       offset = end;
       for (int c = 0; c < kCols; ++c) {
-        const V16 scale = broadcast(args->scales[c][tile]);
+        const Lanes scale = broadcast<Lanes>(args->scales[c][tile]);
         for (int r = 0; r < kRows; ++r) totals[r][c] += scale * acc[r][c];
       }
     }

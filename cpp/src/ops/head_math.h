@@ -18,21 +18,23 @@
 namespace paceline {
 
 // 1 / sqrt(mean(x^2) + eps) of a head.
+template <class Lanes>
 [[gnu::always_inline]] inline float inverse_rms(const float* in, float eps, int32_t head_dim) {
-  V16 squares = {};
+  Lanes squares = {};
   int32_t d = 0;
   for (; d + 16 <= head_dim; d += 16) {
-    const V16 value = load(in + d);
+    const Lanes value = load<Lanes>(in + d);
     squares += value * value;
   }
   if (d < head_dim) {
-    const V16 value = load_first(in + d, head_dim - d);
+    const Lanes value = load_first<Lanes>(in + d, head_dim - d);
     squares += value * value;
   }
   return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(head_dim) + eps);
 }
 
 // RMS norm of one head from `in` to `out`, which may be the same; a copy if there is no weight.
+template <class Lanes>
 [[gnu::always_inline]] inline void norm_head(const float* in, const float* weight,
                                              float weight_offset, float eps, float* out,
                                              int32_t head_dim) {
@@ -40,42 +42,44 @@ namespace paceline {
     if (in != out) std::copy_n(in, head_dim, out);
     return;
   }
-  const float factor = inverse_rms(in, eps, head_dim);
+  const float factor = inverse_rms<Lanes>(in, eps, head_dim);
   int32_t d = 0;
   for (; d + 16 <= head_dim; d += 16) {
-    store(out + d, load(in + d) * factor * (load(weight + d) + weight_offset));
+    store(out + d, load<Lanes>(in + d) * factor * (load<Lanes>(weight + d) + weight_offset));
   }
   for (; d < head_dim; ++d) out[d] = in[d] * factor * (weight[d] + weight_offset);
 }
 
 // The RMS norm without a weight.
+template <class Lanes>
 [[gnu::always_inline]] inline void norm_head_unweighted(const float* in, float eps, float* out,
                                                         int32_t head_dim) {
-  const float factor = inverse_rms(in, eps, head_dim);
+  const float factor = inverse_rms<Lanes>(in, eps, head_dim);
   int32_t d = 0;
-  for (; d + 16 <= head_dim; d += 16) store(out + d, load(in + d) * factor);
+  for (; d + 16 <= head_dim; d += 16) store(out + d, load<Lanes>(in + d) * factor);
   for (; d < head_dim; ++d) out[d] = in[d] * factor;
 }
 
 // Split halves: element d is paired with d + head_dim / 2.
+template <class Lanes>
 [[gnu::always_inline]] inline void rotate_head(const float* cos, const float* sin, float* head,
                                                int32_t head_dim) {
   const int32_t half = head_dim / 2;
   int32_t d = 0;
   for (; d + 16 <= half; d += 16) {
-    const V16 a = load(head + d);
-    const V16 b = load(head + half + d);
-    const V16 c = load(cos + d);
-    const V16 s = load(sin + d);
+    const Lanes a = load<Lanes>(head + d);
+    const Lanes b = load<Lanes>(head + half + d);
+    const Lanes c = load<Lanes>(cos + d);
+    const Lanes s = load<Lanes>(sin + d);
     store(head + d, a * c - b * s);
     store(head + half + d, b * c + a * s);
   }
   if (d < half) {
     const int32_t count = half - d;
-    const V16 a = load_first(head + d, count);
-    const V16 b = load_first(head + half + d, count);
-    const V16 c = load_first(cos + d, count);
-    const V16 s = load_first(sin + d, count);
+    const Lanes a = load_first<Lanes>(head + d, count);
+    const Lanes b = load_first<Lanes>(head + half + d, count);
+    const Lanes c = load_first<Lanes>(cos + d, count);
+    const Lanes s = load_first<Lanes>(sin + d, count);
     store_first(head + d, a * c - b * s, count);
     store_first(head + half + d, b * c + a * s, count);
   }
@@ -93,13 +97,14 @@ namespace paceline {
 }
 
 // Rotates a head by the angles of `position`, a position of a row.
+template <class Lanes>
 [[gnu::always_inline]] inline void rotate_to(const LatentRope& rope, int64_t position, float* head,
                                              int32_t head_dim) {
   const int64_t at = (position + rope.position_offset) * (head_dim / 2);
   if (rope.is_interleaved) {
     rotate_head_interleaved(rope.cos + at, rope.sin + at, head, head_dim);
   } else {
-    rotate_head(rope.cos + at, rope.sin + at, head, head_dim);
+    rotate_head<Lanes>(rope.cos + at, rope.sin + at, head, head_dim);
   }
 }
 

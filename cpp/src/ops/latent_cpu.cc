@@ -19,12 +19,13 @@ namespace {
 constexpr int32_t kMaxEntryWidth = 8192;  // of append_latents, which keeps an entry on the stack
 
 struct AppendKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const AppendLatentsParams* p, int32_t row) {
     const int32_t rank = p->kv_lora_rank;
     const int32_t width = rank + p->qk_rope_head_dim;
     float* const q = static_cast<float*>(p->qkv_a) + int64_t{row} * (p->q_width + width);
     if (p->q_norm != nullptr) {
-      norm_head(q, p->q_norm, p->norm_weight_offset, p->norm_eps, q, p->q_width);
+      norm_head<Lanes>(q, p->q_norm, p->norm_weight_offset, p->norm_eps, q, p->q_width);
     }
     const KvLayerView& entries = p->entries;
     const int64_t slot = p->slot_mapping[row];
@@ -32,9 +33,9 @@ struct AppendKernel {
     if (slot < entries.block_size) return;
     const float* const c = q + p->q_width;
     float entry[kMaxEntryWidth];
-    norm_head(c, p->latent_norm, p->norm_weight_offset, p->norm_eps, entry, rank);
+    norm_head<Lanes>(c, p->latent_norm, p->norm_weight_offset, p->norm_eps, entry, rank);
     std::copy(c + rank, c + width, entry + rank);
-    rotate_to(p->rope, p->rope.positions[row], entry + rank, p->qk_rope_head_dim);
+    rotate_to<Lanes>(p->rope, p->rope.positions[row], entry + rank, p->qk_rope_head_dim);
     std::byte* const block = entries.base + slot / entries.block_size * entries.block_bytes;
     const int64_t entry_bytes = width * dtype_bytes(entries.dtype);
     append_head(entry, entries.dtype,
@@ -43,9 +44,10 @@ struct AppendKernel {
 };
 
 struct RotateKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const LatentRope* rope, int32_t row, float* head,
                                          int32_t width) {
-    rotate_to(*rope, rope->positions[row], head, width);
+    rotate_to<Lanes>(*rope, rope->positions[row], head, width);
   }
 };
 
@@ -66,36 +68,30 @@ constexpr int32_t kMaxAbsorbedRows = 4;  // 4 rows x 4 vectors of accumulators
 
 template <class W, int kRows>
 struct AbsorbKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const AbsorbArgs<W>* args) {
     int32_t column = 0;
-    for (; column + 64 <= args->n; column += 64) columns<4>(*args, column);
-    for (; column < args->n; column += 16) columns<1>(*args, column);
+    for (; column + 64 <= args->n; column += 64) columns<Lanes, 4>(*args, column);
+    for (; column < args->n; column += 16) columns<Lanes, 1>(*args, column);
   }
 
-  template <int kVectors>
+  template <class Lanes, int kVectors>
   [[gnu::always_inline]] static void columns(const AbsorbArgs<W>& args, int32_t column) {
     const int32_t left = args.n - column;  // below 16 only in a call for one vector
-    V16 acc[kRows][kVectors] = {};
+    Lanes acc[kRows][kVectors];
+    clear(acc);
     for (int32_t i = 0; i < args.k; ++i) {
       const W* const from = args.weight + int64_t{i} * args.n + column;
-      V16 weight[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        weight[v] = left >= 16 ? load(from + 16 * v) : load_first(from, left);
-      }
+      Lanes weight[kVectors];
+      for (int v = 0; v < kVectors; ++v) weight[v] = load_up_to<Lanes>(from + 16 * v, left);
       for (int r = 0; r < kRows; ++r) {
-        const V16 x = broadcast(args.x[r * args.x_stride + i]);
+        const Lanes x = broadcast<Lanes>(args.x[r * args.x_stride + i]);
         for (int v = 0; v < kVectors; ++v) acc[r][v] += x * weight[v];
       }
     }
     for (int r = 0; r < kRows; ++r) {
       float* const to = args.y + r * args.y_stride + column;
-      for (int v = 0; v < kVectors; ++v) {
-        if (left >= 16) {
-          store(to + 16 * v, acc[r][v]);
-        } else {
-          store_first(to, acc[r][v], left);
-        }
-      }
+      for (int v = 0; v < kVectors; ++v) store_up_to(to + 16 * v, acc[r][v], left);
     }
   }
 };

@@ -14,52 +14,55 @@ namespace {
 // An exponential costs about as much as moving a few dozen bytes.
 constexpr int64_t kBytesPerExp = 32;
 
-[[gnu::always_inline]] inline V16 sigmoid(const V16& x) { return 1.0f / (1.0f + exp(-x)); }
+template <class Lanes>
+[[gnu::always_inline]] inline Lanes sigmoid(const Lanes& x) {
+  return 1.0f / (1.0f + exp(-x));
+}
 
 struct GateKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* gate, const float* e, float* y, int32_t n) {
     int32_t i = 0;
-    for (; i + 16 <= n; i += 16) store(y + i, sigmoid(load(gate + i)) * load(e + i));
+    for (; i + 16 <= n; i += 16) store(y + i, sigmoid(load<Lanes>(gate + i)) * load<Lanes>(e + i));
     if (i < n) {
       const int32_t count = n - i;
-      store_first(y + i, sigmoid(load_first(gate + i, count)) * load_first(e + i, count), count);
+      store_first(y + i,
+                  sigmoid(load_first<Lanes>(gate + i, count)) * load_first<Lanes>(e + i, count),
+                  count);
     }
   }
 };
 
 struct AdvanceKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* mix, float* state, bool is_first, float* y,
                                          int32_t n) {
     for (int32_t i = 0; i < n; i += 16) {
       const int32_t count = std::min(n - i, 16);
-      const V16 g = sigmoid(load_up_to(mix + i, count));
-      const V16 c = tanh(load_up_to(mix + n + i, count));
-      const V16 before = is_first ? V16{} : load_up_to(state + i, count);
-      const V16 after = g * before + (1.0f - g) * c;
-      const V16 o = tanh(load_up_to(mix + 2 * n + i, count));
-      if (count == 16) {
-        store(state + i, after);
-        store(y + i, o);
-      } else {
-        store_first(state + i, after, count);
-        store_first(y + i, o, count);
-      }
+      const Lanes g = sigmoid(load_up_to<Lanes>(mix + i, count));
+      const Lanes c = tanh(load_up_to<Lanes>(mix + n + i, count));
+      const Lanes before = is_first ? broadcast<Lanes>(0.0f) : load_up_to<Lanes>(state + i, count);
+      const Lanes after = g * before + (1.0f - g) * c;
+      const Lanes o = tanh(load_up_to<Lanes>(mix + 2 * n + i, count));
+      store_up_to(state + i, after, count);
+      store_up_to(y + i, o, count);
     }
   }
 };
 
 struct EstimateKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* h, int32_t hidden, const float* e,
                                          int32_t rank, const float* weight, float bias,
                                          float* probability) {
-    V16 sums = {};
+    Lanes sums = {};
     for (int32_t i = 0; i < hidden; i += 16) {
-      sums += load_up_to(h + i, hidden - i) * load_up_to(weight + i, hidden - i);
+      sums += load_up_to<Lanes>(h + i, hidden - i) * load_up_to<Lanes>(weight + i, hidden - i);
     }
     for (int32_t i = 0; i < rank; i += 16) {
-      sums += load_up_to(e + i, rank - i) * load_up_to(weight + hidden + i, rank - i);
+      sums += load_up_to<Lanes>(e + i, rank - i) * load_up_to<Lanes>(weight + hidden + i, rank - i);
     }
-    *probability = sigmoid(broadcast(sum_lanes(sums) + bias))[0];
+    *probability = 1.0f / (1.0f + exp_one(-(sum_lanes(sums) + bias)));
   }
 };
 

@@ -11,113 +11,122 @@
 namespace paceline {
 namespace {
 
-// 1 / sqrt(mean(x^2) + eps).
-[[gnu::always_inline]] inline float inverse_rms(const float* x, float eps, int32_t hidden) {
-  V16 squares[4] = {};
+// The sum of n squares: vector v of sixteen elements is added to sum v % 4, since four sums hide
+// the latency of the multiply-add. value_at(i) returns the elements from i on, with zeros behind
+// the last one.
+template <class Lanes, class ValueAt>
+[[gnu::always_inline]] inline float sum_of_squares(int32_t n, const ValueAt& value_at) {
+  Lanes squares[1][4];
+  clear(squares);
   int32_t i = 0;
-  int32_t lane_group = 0;
-  for (; i + 16 <= hidden; i += 16) {
-    const V16 value = load(x + i);
-    squares[lane_group] += value * value;
-    lane_group = (lane_group + 1) & 3;
+  for (; i + 64 <= n; i += 64) {
+    for (int part = 0; part < 4; ++part) {
+      const Lanes value = value_at(i + 16 * part, 16);
+      squares[0][part] += value * value;
+    }
   }
-  if (i < hidden) {
-    const V16 value = load_first(x + i, hidden - i);
-    squares[lane_group] += value * value;
+  for (int part = 0; part < 4; ++part) {
+    const int32_t num_left = n - (i + 16 * part);
+    if (num_left <= 0) break;
+    const Lanes value = value_at(i + 16 * part, std::min(num_left, 16));
+    squares[0][part] += value * value;
   }
-  const float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  return sum_lanes((squares[0][0] + squares[0][1]) + (squares[0][2] + squares[0][3]));
+}
+
+// 1 / sqrt(mean(x^2) + eps).
+template <class Lanes>
+[[gnu::always_inline]] inline float inverse_rms(const float* x, float eps, int32_t hidden) {
+  const auto value_at = [&](int32_t i, int32_t count) __attribute__((always_inline)) {
+    return load_up_to<Lanes>(x + i, count);
+  };
+  const float sum = sum_of_squares<Lanes>(hidden, value_at);
   return 1.0f / std::sqrt(sum / static_cast<float>(hidden) + eps);
 }
 
 // x *= factor.
+template <class Lanes>
 [[gnu::always_inline]] inline void scale_row(float* x, float factor, int32_t n) {
   int32_t i = 0;
-  for (; i + 16 <= n; i += 16) store(x + i, load(x + i) * factor);
+  for (; i + 16 <= n; i += 16) store(x + i, load<Lanes>(x + i) * factor);
   for (; i < n; ++i) x[i] *= factor;
 }
 
 struct RmsNormRowKernel {
   // residual += x * factor * (x_weight + weight_offset).
+  template <class Lanes>
   [[gnu::always_inline]] static void add_scaled(const float* x, float factor, const float* x_weight,
                                                 float weight_offset, float* residual,
                                                 int32_t hidden) {
     int32_t i = 0;
     for (; i + 16 <= hidden; i += 16) {
-      const V16 scaled = load(x + i) * factor * (load(x_weight + i) + weight_offset);
-      store(residual + i, load(residual + i) + scaled);
+      const Lanes scaled =
+          load<Lanes>(x + i) * factor * (load<Lanes>(x_weight + i) + weight_offset);
+      store(residual + i, load<Lanes>(residual + i) + scaled);
     }
     if (i < hidden) {
       const int32_t count = hidden - i;
-      const V16 scale = load_first(x_weight + i, count) + weight_offset;
-      const V16 scaled = load_first(x + i, count) * factor * scale;
-      store_first(residual + i, load_first(residual + i, count) + scaled, count);
+      const Lanes scale = load_first<Lanes>(x_weight + i, count) + weight_offset;
+      const Lanes scaled = load_first<Lanes>(x + i, count) * factor * scale;
+      store_first(residual + i, load_first<Lanes>(residual + i, count) + scaled, count);
     }
   }
 
   // residual += x.
+  template <class Lanes>
   [[gnu::always_inline]] static void add(const float* x, float* residual, int32_t hidden) {
     int32_t i = 0;
-    for (; i + 16 <= hidden; i += 16) store(residual + i, load(residual + i) + load(x + i));
+    for (; i + 16 <= hidden; i += 16)
+      store(residual + i, load<Lanes>(residual + i) + load<Lanes>(x + i));
     for (; i < hidden; ++i) residual[i] += x[i];
   }
 
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* x, const float* x_weight, float* residual,
                                          const float* residual_scale, const float* weight,
                                          float weight_offset, float eps, float* y, int32_t hidden) {
     if (residual_scale != nullptr) {
       if (x_weight != nullptr) {
-        add_scaled(x, inverse_rms(x, eps, hidden), x_weight, weight_offset, residual, hidden);
+        add_scaled<Lanes>(x, inverse_rms<Lanes>(x, eps, hidden), x_weight, weight_offset, residual,
+                          hidden);
       } else {
-        add(x, residual, hidden);
+        add<Lanes>(x, residual, hidden);
       }
-      scale_row(residual, *residual_scale, hidden);
+      scale_row<Lanes>(residual, *residual_scale, hidden);
       x = residual;
       x_weight = nullptr;
       residual = nullptr;
       if (y == nullptr) return;
     }
     if (x_weight != nullptr) {
-      add_scaled(x, inverse_rms(x, eps, hidden), x_weight, weight_offset, residual, hidden);
+      add_scaled<Lanes>(x, inverse_rms<Lanes>(x, eps, hidden), x_weight, weight_offset, residual,
+                        hidden);
       x = residual;
       residual = nullptr;
     }
-    // Four accumulators hide the latency of the multiply-add.
-    V16 squares[4] = {};
-    int32_t i = 0;
-    int32_t lane_group = 0;
-    for (; i + 16 <= hidden; i += 16) {
-      V16 value = load(x + i);
-      if (residual != nullptr) {
-        value += load(residual + i);
-        store(residual + i, value);
-      }
-      squares[lane_group] += value * value;
-      lane_group = (lane_group + 1) & 3;
-    }
-    if (i < hidden) {
-      const int32_t count = hidden - i;
-      V16 value = load_first(x + i, count);
-      if (residual != nullptr) {
-        value += load_first(residual + i, count);
-        store_first(residual + i, value, count);
-      }
-      squares[lane_group] += value * value;
-    }
+    const auto value_at = [&](int32_t at, int32_t count) __attribute__((always_inline)) {
+      Lanes value = load_up_to<Lanes>(x + at, count);
+      if (residual == nullptr) return value;
+      value += load_up_to<Lanes>(residual + at, count);
+      store_up_to(residual + at, value, count);
+      return value;
+    };
+    const float sum = sum_of_squares<Lanes>(hidden, value_at);
     if (y == nullptr) return;
-    const float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
     const float factor = 1.0f / std::sqrt(sum / static_cast<float>(hidden) + eps);
     const float* const from = residual != nullptr ? residual : x;
     if (weight == nullptr) {
       std::copy_n(from, hidden, y);
       return;
     }
-    for (i = 0; i + 16 <= hidden; i += 16) {
-      store(y + i, load(from + i) * factor * (load(weight + i) + weight_offset));
+    int32_t i = 0;
+    for (; i + 16 <= hidden; i += 16) {
+      store(y + i, load<Lanes>(from + i) * factor * (load<Lanes>(weight + i) + weight_offset));
     }
     if (i < hidden) {
       const int32_t count = hidden - i;
-      const V16 scale = load_first(weight + i, count) + weight_offset;
-      store_first(y + i, load_first(from + i, count) * factor * scale, count);
+      const Lanes scale = load_first<Lanes>(weight + i, count) + weight_offset;
+      store_first(y + i, load_first<Lanes>(from + i, count) * factor * scale, count);
     }
   }
 };
@@ -125,26 +134,30 @@ struct RmsNormRowKernel {
 // One layer's elements of a row. `table` is null for a token outside the table.
 template <class Weight>
 struct PerLayerKernel {
-  [[gnu::always_inline]] static V16 combine(const PerLayerInputsParams& p, const V16& normed,
-                                            const V16& entry) {
+  template <class Lanes>
+  [[gnu::always_inline]] static Lanes combine(const PerLayerInputsParams& p, const Lanes& normed,
+                                              const Lanes& entry) {
     return (normed + entry * p.table_scale) * p.scale;
   }
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const PerLayerInputsParams* p, const Weight* table,
                                          float* x) {
     const int32_t n = p->size;
-    scale_row(x, p->x_scale, n);
-    const float factor = inverse_rms(x, p->eps, n);
+    scale_row<Lanes>(x, p->x_scale, n);
+    const float factor = inverse_rms<Lanes>(x, p->eps, n);
     int32_t i = 0;
     for (; i + 16 <= n; i += 16) {
-      const V16 normed = load(x + i) * factor * (load(p->weight + i) + p->weight_offset);
-      const V16 entry = table == nullptr ? V16{} : load(table + i);
+      const Lanes normed =
+          load<Lanes>(x + i) * factor * (load<Lanes>(p->weight + i) + p->weight_offset);
+      const Lanes entry = table == nullptr ? broadcast<Lanes>(0.0f) : load<Lanes>(table + i);
       store(x + i, combine(*p, normed, entry));
     }
     if (i < n) {
       const int32_t count = n - i;
-      const V16 weight = load_first(p->weight + i, count) + p->weight_offset;
-      const V16 normed = load_first(x + i, count) * factor * weight;
-      const V16 entry = table == nullptr ? V16{} : load_first(table + i, count);
+      const Lanes weight = load_first<Lanes>(p->weight + i, count) + p->weight_offset;
+      const Lanes normed = load_first<Lanes>(x + i, count) * factor * weight;
+      const Lanes entry =
+          table == nullptr ? broadcast<Lanes>(0.0f) : load_first<Lanes>(table + i, count);
       store_first(x + i, combine(*p, normed, entry), count);
     }
   }

@@ -180,7 +180,7 @@ void take_inputs(const GatedDeltaParams& p, const SequenceRows& rows, int32_t po
 }
 
 // The inputs of a row, convolved; q and k with norms. Without the output of the row there is no q.
-template <bool kHasOutput>
+template <class Lanes, bool kHasOutput>
 [[gnu::always_inline]] inline void convolve(const GatedDeltaParams& p, int32_t position,
                                             Head& head) {
   constexpr int32_t kFirstPart = kHasOutput ? 0 : 1;
@@ -190,24 +190,25 @@ template <bool kHasOutput>
     inputs[tap] = head.inputs.data() + (position + 1 + tap) % taps * head.width;
   }
   for (int32_t c = head.offsets[kFirstPart]; c < head.width; c += 16) {
-    V16 sum = {};
+    Lanes sum = {};
     for (int32_t tap = 0; tap < taps; ++tap) {
-      sum += load(head.conv.data() + tap * head.width + c) * load(inputs[tap] + c);
+      sum += load<Lanes>(head.conv.data() + tap * head.width + c) * load<Lanes>(inputs[tap] + c);
     }
     store(head.convolved.data() + c, sum / (1.0f + exp(-sum)));
   }
   for (int32_t part = kFirstPart; part < 2; ++part) {
     float* const x = head.convolved.data() + head.offsets[part];
-    V16 squares = {};
-    for (int32_t c = 0; c < head.key_stride; c += 16) squares += load(x + c) * load(x + c);
+    Lanes squares = {};
+    for (int32_t c = 0; c < head.key_stride; c += 16)
+      squares += load<Lanes>(x + c) * load<Lanes>(x + c);
     float factor = 1.0f / std::sqrt(sum_lanes(squares) + kNormEps);
     if (part == 0) factor /= std::sqrt(static_cast<float>(p.shape.key_dim));
-    for (int32_t c = 0; c < head.key_stride; c += 16) store(x + c, load(x + c) * factor);
+    for (int32_t c = 0; c < head.key_stride; c += 16) store(x + c, load<Lanes>(x + c) * factor);
   }
 }
 
 // One row of the gated delta rule. A row that is replayed has no output.
-template <bool kHasOutput>
+template <class Lanes, bool kHasOutput>
 [[gnu::always_inline]] inline void step(float beta, float decay, Head& head) {
   const float* const q = head.convolved.data();
   const float* const k = q + head.offsets[1];
@@ -215,11 +216,11 @@ template <bool kHasOutput>
   const int32_t stride = head.key_stride;
   for (int32_t j = 0; j < head.num_values; j += kValuesPerStep) {
     float* const s = head.state.data() + j * stride;
-    V16 read[kValuesPerStep] = {};
+    Lanes read[kValuesPerStep] = {};
     for (int32_t c = 0; c < stride; c += 16) {
-      const V16 key = load(k + c);
+      const Lanes key = load<Lanes>(k + c);
       for (int32_t i = 0; i < kValuesPerStep; ++i) {
-        const V16 decayed = load(s + i * stride + c) * decay;
+        const Lanes decayed = load<Lanes>(s + i * stride + c) * decay;
         store(s + i * stride + c, decayed);
         read[i] += decayed * key;
       }
@@ -227,13 +228,13 @@ template <bool kHasOutput>
     const Sums4 sums = sum_lanes(read[0], read[1], read[2], read[3]);
     float correction[kValuesPerStep];
     for (int32_t i = 0; i < kValuesPerStep; ++i) correction[i] = beta * (v[j + i] - sums.sum[i]);
-    V16 out[kValuesPerStep] = {};
+    Lanes out[kValuesPerStep] = {};
     for (int32_t c = 0; c < stride; c += 16) {
-      const V16 key = load(k + c);
+      const Lanes key = load<Lanes>(k + c);
       for (int32_t i = 0; i < kValuesPerStep; ++i) {
-        const V16 updated = load(s + i * stride + c) + key * correction[i];
+        const Lanes updated = load<Lanes>(s + i * stride + c) + key * correction[i];
         store(s + i * stride + c, updated);
-        if constexpr (kHasOutput) out[i] += updated * load(q + c);
+        if constexpr (kHasOutput) out[i] += updated * load<Lanes>(q + c);
       }
     }
     if constexpr (kHasOutput) {
@@ -243,28 +244,24 @@ template <bool kHasOutput>
   }
 }
 
+template <class Lanes>
 [[gnu::always_inline]] inline void write_output(const GatedDeltaParams& p, int32_t value_head,
                                                 int32_t row, const Head& head) {
   const int32_t width = p.shape.value_dim;
   const float* const z = input_row(p, row) + p.shape.num_channels() + int64_t{value_head} * width;
   float* const y = static_cast<float*>(p.y) + int64_t{row} * p.shape.values_width() +
                    int64_t{value_head} * width;
-  V16 squares = {};
+  Lanes squares = {};
   for (int32_t j = 0; j < width; j += 16) {
-    squares += load(head.output.data() + j) * load(head.output.data() + j);
+    squares += load<Lanes>(head.output.data() + j) * load<Lanes>(head.output.data() + j);
   }
   const float factor =
       1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(width) + p.norm_eps);
   for (int32_t j = 0; j < width; j += 16) {
-    const int32_t left = std::min(width - j, 16);
-    const V16 gate = load_up_to(z + j, width - j);
-    const V16 value = load(head.output.data() + j) * factor * load_up_to(p.norm + j, width - j) *
-                      (gate / (1.0f + exp(-gate)));
-    if (left == 16) {
-      store(y + j, value);
-    } else {
-      store_first(y + j, value, left);
-    }
+    const Lanes gate = load_up_to<Lanes>(z + j, width - j);
+    const Lanes value = load<Lanes>(head.output.data() + j) * factor *
+                        load_up_to<Lanes>(p.norm + j, width - j) * (gate / (1.0f + exp(-gate)));
+    store_up_to(y + j, value, width - j);
   }
 }
 
@@ -275,7 +272,7 @@ void copy_state(const GatedDeltaParams& p, const Head& head, float* to) {
 }
 
 // The row at `position`, whose inputs are taken: S after it, and its output.
-template <bool kHasOutput>
+template <class Lanes, bool kHasOutput>
 [[gnu::always_inline]] inline void run_row(const GatedDeltaParams& p, const SequenceRows& rows,
                                            int32_t position, int32_t value_head, float rate,
                                            Head& head) {
@@ -284,13 +281,14 @@ template <bool kHasOutput>
   float a = 0;
   read_inputs(p, rows, position, channels + value_head, 1, &b);
   read_inputs(p, rows, position, channels + p.shape.num_value_heads + value_head, 1, &a);
-  convolve<kHasOutput>(p, position, head);
+  convolve<Lanes, kHasOutput>(p, position, head);
   const float beta = 1.0f / (1.0f + std::exp(-b));
-  step<kHasOutput>(beta, std::exp(rate * softplus(a + p.dt_bias[value_head])), head);
+  step<Lanes, kHasOutput>(beta, std::exp(rate * softplus(a + p.dt_bias[value_head])), head);
 }
 
 struct HeadKernel {
   // The value heads of all sequences, head by head: tasks `begin` to `end`.
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const GatedDeltaParams* params, int64_t begin,
                                          int64_t end) {
     const GatedDeltaParams& p = *params;
@@ -302,10 +300,11 @@ struct HeadKernel {
         value_head = next;
         set_head(p, value_head, head);
       }
-      run_sequence(p, static_cast<int32_t>(task % num_seqs), value_head, head);
+      run_sequence<Lanes>(p, static_cast<int32_t>(task % num_seqs), value_head, head);
     }
   }
 
+  template <class Lanes>
   [[gnu::always_inline]] static void run_sequence(const GatedDeltaParams& p, int32_t sequence,
                                                   int32_t value_head, Head& head) {
     const SequenceRows rows = live_rows(p, sequence);
@@ -338,13 +337,13 @@ struct HeadKernel {
     const float rate = -std::exp(p.a_log[value_head]);
     for (int32_t position = first; position < rows.start; ++position) {
       take_inputs(p, rows, position, head);
-      run_row</*kHasOutput=*/false>(p, rows, position, value_head, rate, head);
+      run_row<Lanes, /*kHasOutput=*/false>(p, rows, position, value_head, rate, head);
     }
     for (int32_t position = rows.start; position < rows.start + rows.num_rows; ++position) {
       take_inputs(p, rows, position, head);
-      run_row</*kHasOutput=*/true>(p, rows, position, value_head, rate, head);
+      run_row<Lanes, /*kHasOutput=*/true>(p, rows, position, value_head, rate, head);
       const int32_t row = rows.begin + position - rows.start;
-      write_output(p, value_head, row, head);
+      write_output<Lanes>(p, value_head, row, head);
       if (const int64_t entry = p.entry_slots[row]; entry > 0) {
         copy_state(p, head, entry_at(p, entry) + offset);
       }

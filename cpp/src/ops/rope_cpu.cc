@@ -14,6 +14,7 @@ namespace {
 constexpr int32_t kMaxHeadDim = 1024;
 
 struct RowKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const QkNormRopeAppendParams* p, int32_t row) {
     const int32_t head_dim = p->head_dim;
     const int64_t row_heads = qkv_heads(p->num_qo_heads, p->num_kv_heads, p->kv_inputs);
@@ -27,8 +28,8 @@ struct RowKernel {
     const float* const sin = p->rope_sin + position * (rotated_dim / 2);
     for (int32_t h = 0; h < p->num_qo_heads; ++h) {
       float* const head = q + int64_t{h} * head_dim;
-      norm_head(head, p->q_norm, p->norm_weight_offset, p->norm_eps, head, head_dim);
-      rotate_head(cos, sin, head, rotated_dim);
+      norm_head<Lanes>(head, p->q_norm, p->norm_weight_offset, p->norm_eps, head, head_dim);
+      rotate_head<Lanes>(cos, sin, head, rotated_dim);
     }
     if (p->kv_inputs == KvInputs::kNone) return;
     const KvLayerView& kv = p->kv;
@@ -41,13 +42,13 @@ struct RowKernel {
     float rotated[kMaxHeadDim];
     float scaled[kMaxHeadDim];
     for (int32_t h = 0; h < p->num_kv_heads; ++h) {
-      norm_head(k + int64_t{h} * head_dim, p->k_norm, p->norm_weight_offset, p->norm_eps, rotated,
-                head_dim);
-      rotate_head(cos, sin, rotated, rotated_dim);
+      norm_head<Lanes>(k + int64_t{h} * head_dim, p->k_norm, p->norm_weight_offset, p->norm_eps,
+                       rotated, head_dim);
+      rotate_head<Lanes>(cos, sin, rotated, rotated_dim);
       append_head(rotated, kv.dtype, block + kv.k_offset + offset + h * head_bytes, head_dim);
       const float* value = v + int64_t{h} * head_dim;
       if (p->has_v_norm) {
-        norm_head_unweighted(value, p->norm_eps, scaled, head_dim);
+        norm_head_unweighted<Lanes>(value, p->norm_eps, scaled, head_dim);
         value = scaled;
       }
       append_head(value, kv.dtype, block + kv.v_offset + offset + h * head_bytes, head_dim);
