@@ -5,7 +5,7 @@
 #   make test              run all CPU tests: ctest, then pytest on the installed package, in .venv-test
 #   make test-ray          run the tests of the Ray Serve application, in .venv-ray
 #   make bench             run the latency bench in .venv
-#   make test-nightly      run what CI leaves out: random cells of the equality matrix, with today's seed, the toy kind of layer, 10,000 requests of a recurrent model
+#   make test-nightly      run what CI leaves out: random cells of the equality matrix, with today's seed, sampling with every k and batch, the toy kind of layer, 10,000 requests of a recurrent model
 #   make wheel             build a manylinux wheel in dist/ and use it as a new user would
 #   make docs              build the site of the documentation in build/site
 #   make cuda              build the CUDA backend (library, module and tests) in build/cuda-python
@@ -92,7 +92,8 @@ test: $(TEST_VENV)/.installed check-packages check-chromium
 test-nightly: $(TEST_VENV)/.installed
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
 	export PACELINE_SEED="$${PACELINE_SEED:-$$(date -u +%Y%m%d)}"
-	PACELINE_TEST_LEVEL=2 python -m pytest tests/property/test_equality.py tests/python/test_toy_kind.py
+	PACELINE_TEST_LEVEL=2 python -m pytest tests/property/test_equality.py \
+	  tests/property/test_sampling_equality.py tests/python/test_toy_kind.py
 	cmake -B $(BUILD) -DPACELINE_TESTS=ON -DPACELINE_BENCH=ON -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
 	cmake --build $(BUILD) --target engine_recurrent_test
 	PACELINE_TEST_LEVEL=3 $(BUILD)/tests/engine_recurrent_test --gtest_filter='*HitsAndMisses*:*ThousandPreemptions*'

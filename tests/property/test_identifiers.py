@@ -246,8 +246,8 @@ def check_it_was_hard(outputs: Sequence[RequestOutput], stats: dict[str, Any], c
         assert counters is not None
         for i, number in enumerate(counters["acceptance_histogram"]):
             by_count[i] += number
-    # An adaptive engine may choose short windows.
-    assert sum(by_count[1:]) > 0 if cell.adaptive else min(by_count) > 0, by_count
+    # What an adaptive engine drafts follows from times: where drafts do not pay, nothing.
+    assert cell.adaptive or min(by_count) > 0, by_count
     assert stats["num_prefix_hit_tokens"] > 0
     if cell.pool and cell.drafter != "mtp":
         assert stats["num_preemptions"] > 0

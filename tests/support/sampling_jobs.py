@@ -127,7 +127,7 @@ def check_cell(
         device=device,
         max_num_seqs=batch,
         max_model_len=512,
-        kv_cache_bytes=2 << 20 if is_tight else None,
+        kv_cache_bytes=(2 << 20 if device == "cuda" else 3 << 19) if is_tight else None,
     ) as llm:
         outputs = llm.generate(jobs.texts, jobs.params)
         seen = Seen(preemptions=llm._executor.stats()["num_preemptions"])
