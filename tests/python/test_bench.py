@@ -60,6 +60,8 @@ def bench(*extra: str) -> int:
 
 
 def test_without_options_it_takes_less_than_half_a_minute_on_two_cores() -> None:
+    """Of a CPU with AVX-512. One that has only AVX2 computes a fifth as many products a second."""
+    limit_s = 2 * 30 if "avx512" in _core.build_info()["cpu_features"] else 2 * 150
     before = children_cpu_s()
     result = subprocess.run(
         [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cpu", "--quiet",
@@ -67,7 +69,7 @@ def test_without_options_it_takes_less_than_half_a_minute_on_two_cores() -> None
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert children_cpu_s() - before < 2 * 30
+    assert children_cpu_s() - before < limit_s
     assert "dummy weights: the times are those of models of these shapes" in result.stdout
     rows = [line.split()[:2] for line in result.stdout.splitlines()]
     assert [row for row in rows if row and row[0] in ("plain", "k=4")][:4] == [
