@@ -103,7 +103,8 @@ CELLS = (
         nested={"draft_driver": "while", "draft_stop_threshold": 0.5},
     ),
     Cell("gpt_oss", "speculators, windows", 8, engine={"block_size": 4}),
-    Cell("qwen3", "speculators, windows", 6, adaptive=True, engine={"prefill_chunk_size": 24}),
+    Cell("qwen3", "speculators, windows", 6, adaptive=True,
+         engine={"prefill_chunk_size": 24, "max_num_seqs": 1}),
     Cell("deepseek_v4, 4", "mtp", 7, pool=14 << 20, engine={"block_size": 8}),
     Cell("deepseek_v4, 4", "mtp", 5, engine={"prefill_chunk_size": 7}),
     Cell("deepseek_v4, 8", "mtp", 6, pool=14 << 20, engine={"block_size": 8}),
@@ -246,8 +247,8 @@ def check_it_was_hard(outputs: Sequence[RequestOutput], stats: dict[str, Any], c
         assert counters is not None
         for i, number in enumerate(counters["acceptance_histogram"]):
             by_count[i] += number
-    # What an adaptive engine drafts follows from times: where drafts do not pay, nothing.
-    assert cell.adaptive or min(by_count) > 0, by_count
+    # An adaptive engine may choose short windows.
+    assert sum(by_count[1:]) > 0 if cell.adaptive else min(by_count) > 0, by_count
     assert stats["num_prefix_hit_tokens"] > 0
     if cell.pool and cell.drafter != "mtp":
         assert stats["num_preemptions"] > 0

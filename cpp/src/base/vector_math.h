@@ -85,8 +85,8 @@ struct LanesOf<Isa::kBaseline> {
   using Type = Halves<Halves<V4>>;
 };
 
-// Kernel::run, with the lanes of the instruction set where it is a template over them. Kernels
-// whose sums live through a loop are such templates.
+// Kernel::run, with the lanes of the instruction set where it is a template over them. Those
+// that still have V16 use shuffles or comparisons that halves do not have.
 template <class Kernel, Isa kIsa, class... Args>
 [[gnu::always_inline]] inline void run_with_lanes(Args... args) {
   using Lanes = typename LanesOf<kIsa>::Type;

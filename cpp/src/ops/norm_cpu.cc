@@ -12,8 +12,8 @@ namespace paceline {
 namespace {
 
 // The sum of n squares: vector v of sixteen elements is added to sum v % 4, since four sums hide
-// the latency of the multiply-add. value_at(i) returns the elements from i on, with zeros behind
-// the last one.
+// the latency of the multiply-add. value_at(i, count) returns elements [i, i + count), followed
+// by zeros where there are fewer than sixteen.
 template <class Lanes, class ValueAt>
 [[gnu::always_inline]] inline float sum_of_squares(int32_t n, const ValueAt& value_at) {
   Lanes squares[1][4];
@@ -76,8 +76,9 @@ struct RmsNormRowKernel {
   template <class Lanes>
   [[gnu::always_inline]] static void add(const float* x, float* residual, int32_t hidden) {
     int32_t i = 0;
-    for (; i + 16 <= hidden; i += 16)
+    for (; i + 16 <= hidden; i += 16) {
       store(residual + i, load<Lanes>(residual + i) + load<Lanes>(x + i));
+    }
     for (; i < hidden; ++i) residual[i] += x[i];
   }
 
