@@ -23,6 +23,10 @@ _skip_space: Final = re.compile(r"[ \t\n\r]*").match
 _match_numbers: Final = re.compile(r"[-+.eE\d, \t\n\r]*", re.ASCII).match
 # Numbers of a list are read by `json` together, as many as these characters hold.
 _NUMBERS_CHARS: Final = 2**14
+# An object without other objects and lists in it, such as a message, is read by `json` as a whole
+# if it has at most as many characters.
+_match_flat: Final = re.compile(r'\{(?:[^"{}\[\]]|"(?:[^"\\]|\\.)*+")*+\}').match
+_FLAT_CHARS: Final = 2**12
 _CLOSING: Final = {"[": "]", "{": "}"}
 TOO_DEEP: Final = f"is nested too deeply; allowed: {MAX_JSON_DEPTH} levels"
 
@@ -105,8 +109,10 @@ class _Parser:
         self._quota = quota
         self._uncounted = uncounted
         self._is_strict = is_strict
-        self._decode = json.JSONDecoder(
-            parse_constant=refuse_constant if is_strict else None
+        constants = refuse_constant if is_strict else None
+        self._decode = json.JSONDecoder(parse_constant=constants).raw_decode
+        self._decode_flat = json.JSONDecoder(
+            parse_constant=constants, object_pairs_hook=self._make_flat
         ).raw_decode
         self._open: list[Any] = []
         self._keys: list[str | None] = []  # of each of them, the key whose value is read
@@ -161,6 +167,9 @@ class _Parser:
             self._quota.take(1, self._field)
             if len(opened) == MAX_JSON_DEPTH:
                 raise JsonRefused(TOO_DEEP, self._field)
+            if char == "{" and opened and _match_flat(text, at, at + _FLAT_CHARS):
+                value, at = self._decode_flat(text, at)
+                return value, self._skip(at), True
             made: Any = [] if char == "[" else {}
             at = self._skip(at + 1)
             if text[at : at + 1] == _CLOSING[char]:
@@ -173,6 +182,16 @@ class _Parser:
         self._quota.take(1, self._field)
         value, at = self._decode(text, at)
         return value, self._skip(at), True
+
+    def _make_flat(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Makes an object without others in it, and counts what it has."""
+        self._quota.take(2 * len(pairs), self._field)
+        made: dict[str, Any] = {}
+        for key, value in pairs:
+            if self._is_strict and key in made:
+                raise twice(key)
+            made[self._known_keys.setdefault(key, key)] = value
+        return made
 
     def _read_key(self, at: int) -> int:
         """Reads a key of the innermost object; returns where its value begins."""
