@@ -47,6 +47,25 @@ struct InMemory<V4> {
   using Bf16s = uint16_t __attribute__((vector_size(8), aligned(2), may_alias));
 };
 
+// Unsigned integers in the register of a vector: one for each float, or one for each two.
+template <class Vector>
+struct Unsigned;
+template <>
+struct Unsigned<V16> {
+  using Words = uint32_t __attribute__((vector_size(64)));
+  using Pairs = uint64_t __attribute__((vector_size(64)));
+};
+template <>
+struct Unsigned<V8> {
+  using Words = uint32_t __attribute__((vector_size(32)));
+  using Pairs = uint64_t __attribute__((vector_size(32)));
+};
+template <>
+struct Unsigned<V4> {
+  using Words = uint32_t __attribute__((vector_size(16)));
+  using Pairs = uint64_t __attribute__((vector_size(16)));
+};
+
 enum class Isa : uint8_t { kBaseline, kAvx2, kAvx512 };
 
 [[nodiscard]] inline Isa best_isa() {
@@ -85,8 +104,15 @@ struct LanesOf<Isa::kBaseline> {
   using Type = Halves<Halves<V4>>;
 };
 
-// Kernel::run, with the lanes of the instruction set where it is a template over them. Those
-// that still have V16 use shuffles or comparisons that halves do not have.
+// One register of it, for kernels whose lanes are compared, shuffled or counted: 16, 8 or 4 floats.
+template <class Lanes>
+struct RegisterOf {
+  using Type = Lanes;
+};
+template <class Half>
+struct RegisterOf<Halves<Half>> : RegisterOf<Half> {};
+
+// Kernel::run, with the lanes of the instruction set where it is a template over them.
 template <class Kernel, Isa kIsa, class... Args>
 [[gnu::always_inline]] inline void run_with_lanes(Args... args) {
   using Lanes = typename LanesOf<kIsa>::Type;

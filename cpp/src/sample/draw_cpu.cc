@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "base/check.h"
 #include "base/philox.h"
@@ -30,20 +31,24 @@ constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 // The first id with the highest logit; kNoValidLogit if all are -inf or NaN.
 struct ArgmaxKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const float* logits, int32_t n, int32_t* id) {
+    using Register = typename RegisterOf<Lanes>::Type;
+    using Ints = decltype(Register{} < Register{});
+    constexpr int32_t kLanes = sizeof(Register) / sizeof(float);
     // Each lane keeps its first maximum; comparisons with NaN are false.
-    V16 best = broadcast(kNegInf);
-    V16i best_start = V16i{} + kNoValidLogit;
+    Register best = broadcast<Register>(kNegInf);
+    Ints best_start = Ints{} + kNoValidLogit;
     int32_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-      const V16 value = load(logits + i);
-      const V16i is_better = value > best;
+    for (; i + kLanes <= n; i += kLanes) {
+      const Register value = load<Register>(logits + i);
+      const Ints is_better = value > best;
       best = is_better ? value : best;
-      best_start = is_better ? V16i{} + i : best_start;
+      best_start = is_better ? Ints{} + i : best_start;
     }
     float highest = kNegInf;
     int32_t first = kNoValidLogit;
-    for (int32_t lane = 0; lane < 16; ++lane) {
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
       const float value = best[lane];
       if (best_start[lane] < 0) continue;
       const int32_t candidate = best_start[lane] + lane;
@@ -92,59 +97,76 @@ struct Draw {
   Winner winner;    // out
 };
 
-// The 64-bit products of 16 lanes with one factor, as high and low halves. Even and odd lanes are
-// multiplied separately, each in 64-bit lanes.
-struct Products {
-  V16u high;
-  V16u low;
-};
-[[gnu::always_inline]] inline Products multiply(const V16u& lanes, uint32_t factor) {
-  using V8u64 = uint64_t __attribute__((vector_size(64)));
-  constexpr uint64_t kLow = 0xffffffffu;
-  const V8u64 pairs = reinterpret_cast<V8u64>(lanes);
-  const V8u64 even = (pairs & kLow) * uint64_t{factor};
-  const V8u64 odd = (pairs >> 32) * uint64_t{factor};
-  return {.high = reinterpret_cast<V16u>((even >> 32) | (odd & ~kLow)),
-          .low = reinterpret_cast<V16u>((even & kLow) | (odd << 32))};
-}
+// Random numbers of as many counters as a register has lanes.
+template <class Register>
+struct Philox {
+  static constexpr int32_t kLanes = sizeof(Register) / sizeof(uint32_t);
+  using Words = typename Unsigned<Register>::Words;
+  using Pairs = typename Unsigned<Register>::Pairs;
 
-// Philox for 16 consecutive counters: bits[4 i + w] = word w of counter first_index + i.
-[[gnu::always_inline]] inline void philox_16(const NoiseKey& key, uint32_t first_index,
-                                             uint32_t* bits) {
-  V16u c0 = V16u{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_index;
-  V16u c1 = V16u{} + key.position;
-  V16u c2 = V16u{} + static_cast<uint32_t>(key.stream);
-  V16u c3 = V16u{} + key.salt;
-  uint32_t k0 = static_cast<uint32_t>(key.seed);
-  uint32_t k1 = static_cast<uint32_t>(key.seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const Products p0 = multiply(c0, 0xD2511F53u);
-    const Products p1 = multiply(c2, 0xCD9E8D57u);
-    c0 = p1.high ^ c1 ^ k0;
-    c1 = p1.low;
-    c2 = p0.high ^ c3 ^ k1;
-    c3 = p0.low;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+  // The 64-bit products of the lanes with one factor, as high and low halves. Even and odd lanes
+  // are multiplied separately, each in 64-bit lanes.
+  struct Products {
+    Words high;
+    Words low;
+  };
+  [[gnu::always_inline]] static Products multiply(const Words& lanes, uint32_t factor) {
+    constexpr uint64_t kLow = 0xffffffffu;
+    const Pairs pairs = reinterpret_cast<Pairs>(lanes);
+    const Pairs even = (pairs & kLow) * uint64_t{factor};
+    const Pairs odd = (pairs >> 32) * uint64_t{factor};
+    return {.high = reinterpret_cast<Words>((even >> 32) | (odd & ~kLow)),
+            .low = reinterpret_cast<Words>((even & kLow) | (odd << 32))};
   }
-  // Transposes the words: first pairs of words, then pairs of pairs, so that the four words of a
-  // counter are adjacent.
-  constexpr V16i kLow = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  constexpr V16i kHigh = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  constexpr V16i kLowPairs = {0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23};
-  constexpr V16i kHighPairs = {8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31};
-  const V16u low01 = __builtin_shuffle(c0, c1, kLow);
-  const V16u low23 = __builtin_shuffle(c2, c3, kLow);
-  const V16u high01 = __builtin_shuffle(c0, c1, kHigh);
-  const V16u high23 = __builtin_shuffle(c2, c3, kHigh);
-  const V16u words[4] = {
-      __builtin_shuffle(low01, low23, kLowPairs), __builtin_shuffle(low01, low23, kHighPairs),
-      __builtin_shuffle(high01, high23, kLowPairs), __builtin_shuffle(high01, high23, kHighPairs)};
-  std::memcpy(bits, words, sizeof(words));
-}
+
+  // bits[4 i + w] = word w of counter first_index + i.
+  template <int32_t... kLane>
+  [[gnu::always_inline]] static void run(const NoiseKey& key, uint32_t first_index, uint32_t* bits,
+                                         std::integer_sequence<int32_t, kLane...> /*lanes*/) {
+    Words c0 = Words{kLane...} + first_index;
+    Words c1 = Words{} + key.position;
+    Words c2 = Words{} + static_cast<uint32_t>(key.stream);
+    Words c3 = Words{} + key.salt;
+    uint32_t k0 = static_cast<uint32_t>(key.seed);
+    uint32_t k1 = static_cast<uint32_t>(key.seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      const Products p0 = multiply(c0, 0xD2511F53u);
+      const Products p1 = multiply(c2, 0xCD9E8D57u);
+      c0 = p1.high ^ c1 ^ k0;
+      c1 = p1.low;
+      c2 = p0.high ^ c3 ^ k1;
+      c3 = p0.low;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    // Transposes the words: first pairs of words, then pairs of pairs, so that the four words of a
+    // counter are adjacent.
+    using Order = decltype(Register{} < Register{});
+    constexpr Order kLow = {kLane / 2 + kLane % 2 * kLanes...};
+    constexpr Order kHigh = {kLanes / 2 + kLane / 2 + kLane % 2 * kLanes...};
+    constexpr Order kLowPairs = {kLane / 4 * 2 + kLane % 2 + kLane / 2 % 2 * kLanes...};
+    constexpr Order kHighPairs = {kLanes / 2 + kLane / 4 * 2 + kLane % 2 +
+                                  kLane / 2 % 2 * kLanes...};
+    const Words low01 = __builtin_shuffle(c0, c1, kLow);
+    const Words low23 = __builtin_shuffle(c2, c3, kLow);
+    const Words high01 = __builtin_shuffle(c0, c1, kHigh);
+    const Words high23 = __builtin_shuffle(c2, c3, kHigh);
+    const Words words[4] = {__builtin_shuffle(low01, low23, kLowPairs),
+                            __builtin_shuffle(low01, low23, kHighPairs),
+                            __builtin_shuffle(high01, high23, kLowPairs),
+                            __builtin_shuffle(high01, high23, kHighPairs)};
+    std::memcpy(bits, words, sizeof(words));
+  }
+};
 
 struct DrawKernel {
+  template <class Lanes>
   [[gnu::always_inline]] static void run(Draw* draw) {
+    using Register = typename RegisterOf<Lanes>::Type;
+    using Ints = decltype(Register{} < Register{});
+    using Random = Philox<Register>;
+    constexpr int32_t kLanes = Random::kLanes;
+    constexpr int32_t kIds = 4 * kLanes;  // of a step: a counter has the noise of four
     const float* const logits = draw->logits;
     const NoiseKey noise = draw->noise;
     Winner best = {
@@ -167,42 +189,43 @@ struct DrawKernel {
     constexpr float kSlack = 1e-3f;
     constexpr float kRelativeSlack = 1e-6f;
     constexpr float kMaxNoise = 22.875f;  // > 33 log 2
-    for (int32_t start = first; start < end; start += 64) {
+    for (int32_t start = first; start < end; start += kIds) {
       // If the best key is infinite, the argmax wins: no key is higher, and it has the lowest id.
       if (best.key == std::numeric_limits<double>::infinity()) break;
-      const int32_t count = std::min(end - start, 64);
+      const int32_t count = std::min(end - start, kIds);
       const float best_float = static_cast<float>(best.key);
       const float slack = kSlack + kRelativeSlack * std::fabs(best_float);
-      float limit[64];  // log of the bound that u must be below for the id to win
-      V16i any = {};
-      for (int32_t i = 0; i < 64; i += 16) {
-        V16 value = broadcast(kNegInf);
-        if (i + 16 <= count) {
-          value = load(logits + start + i);
+      float limit[kIds];  // log of the bound that u must be below for the id to win
+      Ints any = {};
+      for (int32_t i = 0; i < kIds; i += kLanes) {
+        Register value = broadcast<Register>(kNegInf);
+        if (i + kLanes <= count) {
+          value = load<Register>(logits + start + i);
         } else if (i < count) {
-          value = load_first(logits + start + i, count - i);
+          value = load_first<Register>(logits + start + i, count - i);
         }
-        V16 scaled = value * inverse;
-        const V16 magnitude = scaled > 0.0f ? scaled : -scaled;
-        V16 bound = scaled - best_float + (slack + kRelativeSlack * magnitude);
+        const Register scaled = value * inverse;
+        const Register magnitude = scaled > 0.0f ? scaled : -scaled;
+        const Register bound = scaled - best_float + (slack + kRelativeSlack * magnitude);
         store(limit + i, bound);
         any |= bound > -kMaxNoise;
       }
       int32_t is_any = 0;
-      for (int lane = 0; lane < 16; ++lane) is_any |= any[lane];
+      for (int lane = 0; lane < kLanes; ++lane) is_any |= any[lane];
       if (is_any == 0) continue;
-      uint32_t bits[64];
-      philox_16(noise, static_cast<uint32_t>(start) / 4, bits);
-      for (int32_t i = 0; i < count; i += 16) {
-        V16u raw;
+      uint32_t bits[kIds];
+      Random::run(noise, static_cast<uint32_t>(start) / 4, bits,
+                  std::make_integer_sequence<int32_t, kLanes>());
+      for (int32_t i = 0; i < count; i += kLanes) {
+        typename Random::Words raw;
         std::memcpy(&raw, bits + i, sizeof(raw));
         // u, up to rounding; the slack covers that too.
-        const V16 u = __builtin_convertvector(raw, V16) * 0x1p-32f;
-        const V16i survives = u <= exp(load(limit + i));
+        const Register u = __builtin_convertvector(raw, Register) * 0x1p-32f;
+        const Ints survives = u <= exp(load<Register>(limit + i));
         int32_t is_any_here = 0;
-        for (int lane = 0; lane < 16; ++lane) is_any_here |= survives[lane];
+        for (int lane = 0; lane < kLanes; ++lane) is_any_here |= survives[lane];
         if (is_any_here == 0) continue;
-        for (int32_t lane = 0; lane < std::min(16, count - i); ++lane) {
+        for (int32_t lane = 0; lane < std::min(kLanes, count - i); ++lane) {
           if (survives[lane] != 0) try_id(start + i + lane, noise_of(bits[i + lane]));
         }
       }
