@@ -2,8 +2,9 @@
 //
 // Times the CPU ops: GEMM out of memory ("cold": rotating through several weight matrices) and out
 // of cache ("warm": one matrix), products by expert, attention of decode rows, and draws. Usage:
-// bench_ops [num_threads]. Each figure is the best of several repetitions. BENCH_SMALL_PAGES=1
-// keeps the weights off huge pages.
+// bench_ops [num_threads [format]]; with a part of a format's name, as in "bench_ops 2 int4", only
+// GEMM with the formats that have it. Each figure is the best of several repetitions.
+// BENCH_SMALL_PAGES=1 keeps the weights off huge pages.
 
 #include <sys/mman.h>
 
@@ -18,6 +19,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <paceline/version.h>
@@ -83,6 +85,12 @@ void bench_gemm(CpuContext& ctx, const BenchFormat& format, int32_t n, int32_t k
     for (int64_t i = 0; i < matrix_bytes * num_matrices; ++i) {
       weights[i] = static_cast<uint8_t>(random() % 0x77);
     }
+  }
+  for (int i = 0; i < num_matrices && matrix.has_zeros; ++i) {
+    std::byte* const scales = arena.get() + i * matrix_bytes + matrix.data_bytes();
+    std::fill_n(reinterpret_cast<uint16_t*>(scales), matrix.scales_bytes() / 2, 0x3c00);  // 2^-7
+    auto* const zeros = reinterpret_cast<uint8_t*>(scales + matrix.scales_bytes());
+    for (int64_t at = 0; at < matrix.zeros_bytes(); ++at) zeros[at] %= 16;
   }
   // Scales of every matrix: 2^-7, as float or as byte.
   const std::vector<float> float_scales(static_cast<size_t>(n) * (k / kNvfp4Columns + 1), 0x1p-7f);
@@ -293,8 +301,12 @@ int main(int argc, char** argv) {
   paceline::CpuContext ctx{.num_threads = num_threads, .threads = &threads};
   std::printf("threads %d, read bandwidth %.1f GB/s\n", ctx.num_threads,
               paceline::measure_read_bandwidth(ctx.num_threads) / 1e9);
+  const std::string_view only = argc > 2 ? argv[2] : "";
+  const auto is_chosen = [&](const paceline::BenchFormat& format) {
+    return std::string_view(format.name).find(only) != std::string_view::npos;
+  };
   const paceline::BenchFormat bf16 = {"bf16"};
-  paceline::bench_gemm(ctx, bf16, 4096, 4096, 6, 5);
+  if (is_chosen(bf16)) paceline::bench_gemm(ctx, bf16, 4096, 4096, 6, 5);
   using paceline::WeightFormat;
   for (const paceline::BenchFormat& format :
        {paceline::BenchFormat{"mxfp4", WeightFormat::kMxfp4},
@@ -305,8 +317,9 @@ int main(int argc, char** argv) {
         {"int4, groups of 32, zero points", WeightFormat::kInt4, 1, 32},
         {"int4, groups of 128, zero points", WeightFormat::kInt4, 1, 128},
         {"int4, a scale a row, zero points", WeightFormat::kInt4, 1}}) {
-    paceline::bench_gemm(ctx, format, 4096, 4096, 12, 5);
+    if (is_chosen(format)) paceline::bench_gemm(ctx, format, 4096, 4096, 12, 5);
   }
+  if (!only.empty()) return 0;
   paceline::bench_experts(ctx, bf16, 32, 2880, 2880, 3);
   paceline::bench_experts(ctx, {"mxfp4", WeightFormat::kMxfp4}, 32, 2880, 2880, 3);
   paceline::bench_gemm(ctx, bf16, 256, 256, 1, 5);

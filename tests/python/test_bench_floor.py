@@ -173,6 +173,7 @@ def best(measure: Callable[[], float]) -> float:
     return max(measure() for _ in range(3))
 
 
+@pytest.mark.serial
 def test_this_machine_reads_faster_from_its_caches() -> None:
     in_cache, in_memory = (
         best(lambda size=size: _core.measure_read_bandwidth(1, size)) for size in (1 << 16, 1 << 28)
@@ -180,6 +181,7 @@ def test_this_machine_reads_faster_from_its_caches() -> None:
     assert in_cache > 1.2 * in_memory > 0
 
 
+@pytest.mark.serial
 def test_this_machine_computes() -> None:
     plain, bfloat16 = (
         best(lambda kind=kind: _core.measure_arithmetic(1, is_bfloat16=kind))

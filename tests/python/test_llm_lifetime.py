@@ -61,10 +61,12 @@ def test_close_waits_for_running_calls(target_dir: Path) -> None:
     model = load_checkpoint(target_dir).model
     executor = _core.Executor(model, None, {"max_model_len": 64, "kv_cache_bytes": 8 << 20})
     with ThreadPoolExecutor(1) as pool:
+        started = time.monotonic()
         poll = pool.submit(executor.poll, 300)
         time.sleep(0.05)
         executor.close()
-        assert poll.done() and poll.result() == []
+        assert time.monotonic() - started >= 0.3  # not before the poll ended
+        assert poll.result() == []
     executor.close()
     with pytest.raises(RuntimeError, match="closed"):
         executor.poll()

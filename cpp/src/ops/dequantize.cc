@@ -134,12 +134,14 @@ struct Mxfp4Row {
 
 // Numbers of float16 in the low halves of lanes, as floats. The subnormal ones are 0.5 + mantissa *
 // 2^-24, minus 0.5, which computes with no subnormal float.
-[[gnu::always_inline]] inline V16u fp16_values(const V16u& halves) {
-  const V16u magnitude = halves & 0x7fffu;
-  const V16u normal = (magnitude << 13) + (112u << 23);
-  const V16 subnormal = reinterpret_cast<V16>(magnitude + 0x3f000000u) - 0.5f;
-  const V16i compared = reinterpret_cast<V16i>(magnitude);
-  const V16u value = compared < 0x400 ? reinterpret_cast<V16u>(subnormal) : normal;
+template <class Register, class Words = typename Unsigned<Register>::Words>
+[[gnu::always_inline]] inline Words fp16_values(const Words& halves) {
+  const Words magnitude = halves & 0x7fffu;
+  const Words normal = (magnitude << 13) + (112u << 23);
+  const Register subnormal = reinterpret_cast<Register>(magnitude + 0x3f000000u) - 0.5f;
+  using Ints = decltype(subnormal < subnormal);
+  const Ints compared = reinterpret_cast<Ints>(magnitude);
+  const Words value = compared < 0x400 ? reinterpret_cast<Words>(subnormal) : normal;
   return value | ((halves & 0x8000u) << 16);
 }
 
@@ -151,24 +153,26 @@ struct Int4ScalesArgs {
 };
 
 struct Int4Scales {
-  [[gnu::always_inline]] static V16u values(const Int4ScalesArgs& args, const H16& halves) {
-    const V16u wide = __builtin_convertvector(halves, V16u);
-    return args.is_float16 ? fp16_values(wide) : wide << 16;
-  }
+  template <class Lanes>
   [[gnu::always_inline]] static void run(const Int4ScalesArgs* args) {
+    using Register = typename RegisterOf<Lanes>::Type;
+    using Words = typename Unsigned<Register>::Words;
+    constexpr int32_t kLanes = sizeof(Register) / sizeof(float);
+    const auto convert = [&](const uint16_t* from, float* to) __attribute__((always_inline)) {
+      const auto& halves = *reinterpret_cast<const typename InMemory<Register>::Bf16s*>(from);
+      const Words wide = __builtin_convertvector(halves, Words);
+      const Words floats = args->is_float16 ? fp16_values<Register>(wide) : wide << 16;
+      store(to, reinterpret_cast<Register>(floats));
+    };
     int32_t i = 0;
-    for (; i + 16 <= args->count; i += 16) {
-      H16 halves;
-      __builtin_memcpy(&halves, args->from + i, sizeof(halves));
-      const V16u floats = values(*args, halves);
-      __builtin_memcpy(args->to + i, &floats, sizeof(floats));
-    }
+    for (; i + kLanes <= args->count; i += kLanes) convert(args->from + i, args->to + i);
     if (i == args->count) return;
     const auto rest = static_cast<size_t>(args->count - i);
-    H16 halves = {};
-    __builtin_memcpy(&halves, args->from + i, rest * sizeof(uint16_t));
-    const V16u floats = values(*args, halves);
-    __builtin_memcpy(args->to + i, &floats, rest * sizeof(float));
+    uint16_t halves[kLanes] = {};
+    float floats[kLanes];
+    __builtin_memcpy(halves, args->from + i, rest * sizeof(uint16_t));
+    convert(halves, floats);
+    __builtin_memcpy(args->to + i, floats, rest * sizeof(float));
   }
 };
 

@@ -150,22 +150,31 @@ alignas(64) inline constexpr Int4Differences kInt4Differences = [] {
   }
 }
 
-// Sixteen elements times a scale, as bfloat16: the low and then the high bytes of the values.
-[[gnu::target("avx2"), gnu::always_inline]] inline __m256i scaled_elements_avx2(
+// The low and the high bytes of sixteen values of bfloat16, which AVX2 looks up apart.
+struct ValueBytes {
+  __m128i lows;
+  __m128i highs;
+};
+
+// Sixteen elements times a scale.
+[[gnu::target("avx2"), gnu::always_inline]] inline ValueBytes scaled_elements_avx2(
     const float* elements, float scale) {
-  const auto upper_halves = [scale](const float* from) __attribute__((target("avx2"))) {
-    const __m256i values =
-        _mm256_castps_si256(_mm256_mul_ps(_mm256_load_ps(from), _mm256_set1_ps(scale)));
+  // Elements i to i + 3 and i + 8 to i + 11, so that packing leaves eight in order in each half.
+  const auto upper_halves = [&](int i) __attribute__((target("avx2"), always_inline)) {
+    const __m256 eight = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(elements + i)),
+                                              _mm_load_ps(elements + i + 8), 1);
+    const __m256i values = _mm256_castps_si256(_mm256_mul_ps(eight, _mm256_set1_ps(scale)));
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(values, 16), _mm256_set1_epi32(1));
     const __m256i rounded =
         _mm256_add_epi32(_mm256_add_epi32(values, _mm256_set1_epi32(0x7fff)), odd);
     return _mm256_srli_epi32(rounded, 16);
   };
-  const __m256i values = _mm256_permute4x64_epi64(
-      _mm256_packus_epi32(upper_halves(elements), upper_halves(elements + 8)), 0xd8);
+  const __m256i values = _mm256_packus_epi32(upper_halves(0), upper_halves(4));
   const __m256i low_bytes = _mm256_and_si256(values, _mm256_set1_epi16(0xff));
-  return _mm256_permute4x64_epi64(_mm256_packus_epi16(low_bytes, _mm256_srli_epi16(values, 8)),
-                                  0xd8);
+  const __m256i bytes = _mm256_packus_epi16(low_bytes, _mm256_srli_epi16(values, 8));
+  const __m128i first = _mm256_castsi256_si128(bytes);
+  const __m128i second = _mm256_extracti128_si256(bytes, 1);
+  return {.lows = _mm_unpacklo_epi64(first, second), .highs = _mm_unpackhi_epi64(first, second)};
 }
 
 [[gnu::target("avx2"), gnu::noinline]] inline void int4_row_avx2(const uint8_t* from,
@@ -178,9 +187,7 @@ alignas(64) inline constexpr Int4Differences kInt4Differences = [] {
   for (int32_t tile = 0; tile < num_tiles; ++tile) {
     const size_t zero = zeros == nullptr ? kInt4Zero : zeros[tile];
     const float* const differences = kInt4Differences[zero].data();
-    const __m256i bytes_of_table = scaled_elements_avx2(differences, scales[tile]);
-    const __m128i lows = _mm256_castsi256_si128(bytes_of_table);
-    const __m128i highs = _mm256_extracti128_si256(bytes_of_table, 1);
+    const auto [lows, highs] = scaled_elements_avx2(differences, scales[tile]);
     for (const int32_t end = at + blocks; at < end; ++at) {
       if (at % 4 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + at * 16, 0, 2);
       const __m128i bytes =
@@ -234,9 +241,7 @@ alignas(64) inline constexpr std::array<float, 16> kE2m1Elements = {
   const __m128i low_four = _mm_set1_epi8(0xf);
   for (int32_t tile = 0; tile < 2 * num_blocks; ++tile) {
     if (tile % 8 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + tile * 8, 0, 2);
-    const __m256i bytes_of_table = scaled_elements_avx2(kE2m1Elements.data(), scales[tile]);
-    const __m128i lows = _mm256_castsi256_si128(bytes_of_table);
-    const __m128i highs = _mm256_extracti128_si256(bytes_of_table, 1);
+    const auto [lows, highs] = scaled_elements_avx2(kE2m1Elements.data(), scales[tile]);
     const __m128i bytes =
         _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + int64_t{tile} * 8));
     const __m128i index = _mm_unpacklo_epi8(_mm_and_si128(bytes, low_four),

@@ -22,6 +22,7 @@
 #include "ops/gemm_dot_tile.h"
 #include "ops/gemm_tile.h"
 #include "ops/int4_dot_tile.h"
+#include "ops/register_tile.h"
 
 namespace paceline {
 namespace {
@@ -134,22 +135,28 @@ struct DotTiles {
 };
 #endif
 
-template <class Tiles, int kCols>
-void run_tile(int32_t rows, const TileArgs<typename Tiles::X, typename Tiles::W>& args) {
+// Calls run.operator()<rows>().
+template <class Run>
+void with_rows(int32_t rows, const Run& run) {
   switch (rows) {
     case 1:
-      return Tiles::template run<1, kCols>(args);
+      return run.template operator()<1>();
     case 2:
-      return Tiles::template run<2, kCols>(args);
+      return run.template operator()<2>();
     case 3:
-      return Tiles::template run<3, kCols>(args);
+      return run.template operator()<3>();
     case 4:
-      return Tiles::template run<4, kCols>(args);
+      return run.template operator()<4>();
     case 5:
-      return Tiles::template run<5, kCols>(args);
+      return run.template operator()<5>();
     case 6:
-      return Tiles::template run<6, kCols>(args);
+      return run.template operator()<6>();
   }
+}
+
+template <class Tiles, int kCols>
+void run_tile(int32_t rows, const TileArgs<typename Tiles::X, typename Tiles::W>& args) {
+  with_rows(rows, [&]<int kRows>() { Tiles::template run<kRows, kCols>(args); });
 }
 
 template <class Tiles>
@@ -212,80 +219,141 @@ void run_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* sc
 }
 
 #if defined(__x86_64__)
-// An int4 matrix and at most one tile of rows.
-struct Int4Tiles {
+// An int4 matrix and at most one tile of rows, with a dot product of bfloat16.
+struct Int4DotTiles {
+  using X = uint16_t;
+  static constexpr WeightFormat kFormat = WeightFormat::kInt4;
   static constexpr int32_t kMaxRows = DotTiles::kMaxRows;
   static constexpr int32_t kMaxCols = DotTiles::kMaxCols;
 
   [[nodiscard]] static bool can_run(const GemmColumns& p) {
-    return p.weight.format == WeightFormat::kInt4 && p.num_rows <= kMaxRows &&
-           DotTiles::can_run(p.weight);
+    return p.weight.format == kFormat && p.num_rows <= kMaxRows && DotTiles::can_run(p.weight);
+  }
+  [[nodiscard]] static int32_t block_rows(const GemmColumns& /*p*/) { return kMaxRows; }
+  [[nodiscard]] static BlockOfRows<X> rows(const GemmColumns& p, int32_t first, int32_t count,
+                                           std::byte* scratch) {
+    return DotTiles::rows(p, first, count, scratch);
   }
   template <int kCols>
   static void run(int32_t rows, const Int4DotArgs& args) {
-    switch (rows) {
-      case 1:
-        return int4_dot_tile<1, kCols>(args);
-      case 2:
-        return int4_dot_tile<2, kCols>(args);
-      case 3:
-        return int4_dot_tile<3, kCols>(args);
-      case 4:
-        return int4_dot_tile<4, kCols>(args);
-      case 5:
-        return int4_dot_tile<5, kCols>(args);
-      case 6:
-        return int4_dot_tile<6, kCols>(args);
+    with_rows(rows, [&]<int kRows>() { int4_dot_tile<kRows, kCols>(args); });
+  }
+};
+
+// A matrix of bfloat16 or four bits, with AVX2. One row has too few sums to wait for, so that it
+// takes two columns; more rows with two columns would not fit the registers.
+template <WeightFormat kWeightFormat, class Source>
+struct RegisterTiles {
+  using X = float;
+  static constexpr WeightFormat kFormat = kWeightFormat;
+  static constexpr int32_t kMaxRows = 6;
+  static constexpr int32_t kMaxCols = 2;
+
+  [[nodiscard]] static int32_t block_rows(const GemmColumns& p) {
+    return fitting_rows(int64_t{p.weight.k} * int64_t{sizeof(X)}, kMaxRows);
+  }
+  [[nodiscard]] static bool can_run(const GemmColumns& p) {
+    const WeightMatrix& weight = p.weight;
+    return best_isa() == Isa::kAvx2 && weight.format == kFormat && weight.k % 32 == 0 &&
+           weight.dtype == DType::kBFloat16 && is_faster(p) && block_rows(p) > 0;
+  }
+  // Than WideningTiles: bringing x into order takes the time of one column, and every tile of rows
+  // computes the values of int4 anew, which pays where many columns share them.
+  [[nodiscard]] static bool is_faster(const GemmColumns& p) {
+    constexpr int32_t kMinSharedColumns = 64;
+    const bool has_few_rows = p.num_rows <= TileShape<Isa::kAvx2>::kRows;
+    if (kFormat == WeightFormat::kPlain) return !has_few_rows;
+    return kFormat == WeightFormat::kMxfp4 || has_few_rows ||
+           p.weight.scale_cols >= kMinSharedColumns;
+  }
+  [[nodiscard]] static BlockOfRows<X> rows(const GemmColumns& p, int32_t first, int32_t count,
+                                           std::byte* scratch) {
+    const int32_t k = p.weight.k;
+    auto* const ordered = reinterpret_cast<float*>(scratch);
+    for (int32_t i = 0; i < count; ++i) {
+      order_for_lanes<Source::kParts>(row_of(p, first + i), p.weight.order, k,
+                                      ordered + int64_t{i} * k);
+    }
+    return {ordered, k};
+  }
+  template <int kCols>
+  static void run(int32_t rows, RegisterArgs<X> args) {
+    if (rows == 1) return register_tile<Source, 1, kCols>(args);
+    for (int c = 0; c < kCols; ++c) {
+      with_rows(rows, [&]<int kRows>() { register_tile<Source, kRows, 1>(args); });
+      args.step_column();
     }
   }
 };
+using Bf16RegisterTiles = RegisterTiles<WeightFormat::kPlain, Bf16Source>;
+using Int4RegisterTiles = RegisterTiles<WeightFormat::kInt4, Int4Source>;
+using Mxfp4RegisterTiles = RegisterTiles<WeightFormat::kMxfp4, Mxfp4Source>;
 
 void prefetch_bytes(const void* from, int64_t count) {
   const char* const bytes = static_cast<const char*>(from);
   for (int64_t i = 0; i < count; i += kPrefetchLine) __builtin_prefetch(bytes + i, 0, 2);
 }
 
-void run_int4_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* scratch) {
-  constexpr int32_t kMaxCols = Int4Tiles::kMaxCols;
+template <class Tiles>
+void run_register_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* scratch) {
+  constexpr bool kIsInt4 = Tiles::kFormat == WeightFormat::kInt4;
+  constexpr bool kIsMxfp4 = Tiles::kFormat == WeightFormat::kMxfp4;
+  constexpr int64_t kScaleBytes = kIsInt4 ? sizeof(uint16_t) : 1;
+  constexpr int32_t kMaxRows = Tiles::kMaxRows;
+  constexpr int32_t kMaxCols = Tiles::kMaxCols;
   const WeightMatrix& weight = p.weight;
-  const BlockOfRows<uint16_t> x = DotTiles::rows(p, 0, p.num_rows, scratch);
   auto* const scales = reinterpret_cast<float*>(scratch + kBlockBytes);
   const int64_t row_bytes = weight.row_bytes();
-  const auto num_groups = static_cast<int32_t>(weight.num_scale_cols());
+  const auto num_groups = std::max(static_cast<int32_t>(weight.num_scale_cols()), 1);
   auto* const no_zeros = reinterpret_cast<uint8_t*>(scales + int64_t{kMaxCols} * num_groups);
   if (weight.zeros == nullptr) std::fill_n(no_zeros, kMaxCols * num_groups, uint8_t{kInt4Zero});
   const auto ahead =
       static_cast<int32_t>((kPrefetchBytes + row_bytes * kMaxCols - 1) / (row_bytes * kMaxCols)) *
       kMaxCols;
-  for (int32_t column = begin; column < end;) {
-    const bool is_wide = column + kMaxCols <= end;
-    const int32_t num_columns = is_wide ? kMaxCols : 1;
-    const int64_t first = int64_t{column} * num_groups;
-    int4_scales(weight, first, num_columns * num_groups, scales);
-    if (column + ahead + kMaxCols <= end) {
-      const int64_t next = first + int64_t{ahead} * num_groups;
-      prefetch_bytes(weight.scales + next * 2, int64_t{kMaxCols} * num_groups * 2);
-      if (weight.zeros != nullptr) prefetch_bytes(weight.zeros + next, kMaxCols * num_groups);
+  const int32_t block_rows = Tiles::block_rows(p);
+  for (int32_t block = 0; block < p.num_rows; block += block_rows) {
+    const int32_t block_end = std::min(p.num_rows, block + block_rows);
+    const BlockOfRows<typename Tiles::X> x = Tiles::rows(p, block, block_end - block, scratch);
+    const int32_t num_tiles = (block_end - block + kMaxRows - 1) / kMaxRows;
+    for (int32_t column = begin; column < end;) {
+      const bool is_wide = column + kMaxCols <= end;
+      const int32_t num_columns = is_wide ? kMaxCols : 1;
+      const int64_t first = int64_t{column} * num_groups;
+      const bool has_next = column + ahead + kMaxCols <= end;
+      if (has_next && weight.scales != nullptr) {
+        const int64_t next = first + int64_t{ahead} * num_groups;
+        prefetch_bytes(weight.scales + next * kScaleBytes, kMaxCols * num_groups * kScaleBytes);
+        if (weight.zeros != nullptr) prefetch_bytes(weight.zeros + next, kMaxCols * num_groups);
+      }
+      if constexpr (kIsInt4) int4_scales(weight, first, num_columns * num_groups, scales);
+      const std::byte* const elements = weight.data + column * row_bytes;
+      int32_t row = block;
+      for (int32_t tile = 0; tile < num_tiles; ++tile) {
+        const int32_t rows = (block_end - row) / (num_tiles - tile);
+        const bool prefetches = has_next && tile == 0;
+        const RegisterArgs<typename Tiles::X> args = {
+            {.x = x.x + (row - block) * x.stride,
+             .x_stride = x.stride,
+             .weight = nullptr,
+             .k = weight.k,
+             .bias = p.bias == nullptr ? nullptr : p.bias + column,
+             .y = p.y + row * p.y_stride + column,
+             .y_stride = p.y_stride,
+             .prefetch = reinterpret_cast<const char*>(prefetches ? elements + ahead * row_bytes
+                                                                  : elements),
+             .scales = nullptr,
+             .scale_cols = weight.k / num_groups},
+            reinterpret_cast<const uint8_t*>(elements),
+            row_bytes,
+            num_groups,
+            scales,
+            weight.zeros == nullptr ? no_zeros : weight.zeros + first,
+            kIsMxfp4 ? reinterpret_cast<const uint8_t*>(weight.scales) + first : nullptr};
+        is_wide ? Tiles::template run<kMaxCols>(rows, args) : Tiles::template run<1>(rows, args);
+        row += rows;
+      }
+      column += num_columns;
     }
-    const std::byte* const codes = weight.data + column * row_bytes;
-    const bool has_next = column + ahead + kMaxCols <= end;
-    const Int4DotArgs args = {
-        {.x = x.x,
-         .x_stride = x.stride,
-         .weight = nullptr,
-         .k = weight.k,
-         .bias = p.bias == nullptr ? nullptr : p.bias + column,
-         .y = p.y + column,
-         .y_stride = p.y_stride,
-         .prefetch = reinterpret_cast<const char*>(has_next ? codes + ahead * row_bytes : codes),
-         .scales = nullptr,
-         .scale_cols = weight.scale_cols},
-        reinterpret_cast<const uint8_t*>(codes),
-        scales,
-        weight.zeros == nullptr ? no_zeros : weight.zeros + first,
-        num_groups};
-    is_wide ? Int4Tiles::run<kMaxCols>(p.num_rows, args) : Int4Tiles::run<1>(p.num_rows, args);
-    column += num_columns;
   }
 }
 #endif
@@ -320,7 +388,15 @@ void gemm_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* s
   PACELINE_CHECK(weight.format == WeightFormat::kPlain || weight.k <= kMaxScaledColumns,
                  "k = ", weight.k);
 #if defined(__x86_64__)
-  if (Int4Tiles::can_run(p)) return run_int4_columns(p, begin, end, scratch);
+  const auto ran = [&]<class Tiles>(Tiles /*tiles*/) {
+    if (!Tiles::can_run(p)) return false;
+    run_register_columns<Tiles>(p, begin, end, scratch);
+    return true;
+  };
+  if (ran(Int4DotTiles()) || ran(Bf16RegisterTiles()) || ran(Int4RegisterTiles()) ||
+      ran(Mxfp4RegisterTiles())) {
+    return;
+  }
   if (DotTiles::can_run(weight)) return run_columns<DotTiles>(p, begin, end, scratch);
 #endif
   const RunColumns run =

@@ -10,6 +10,7 @@
 
 #include "ops/dequantize_x86.h"
 #include "ops/gemm_dot_tile.h"
+#include "ops/register_tile.h"
 
 namespace paceline {
 
@@ -34,13 +35,8 @@ template <bool kIsSecond>
   return _mm512_maskz_permutexvar_epi16(kAllLanes, index, table);
 }
 
-// x is packed, `weight` is null, and `prefetch` is that of the codes; it is never null.
-struct Int4DotArgs : DotTileArgs {
-  const uint8_t* codes;     // of the tile's first row; rows are k / 2 apart
-  const float* row_scales;  // [columns of the tile, num_groups]
-  const uint8_t* zeros;     // likewise
-  int32_t num_groups;       // of scale_cols columns
-};
+// x is packed, and `weight` is null.
+using Int4DotArgs = RegisterArgs<uint16_t>;
 
 // The products of thirty-two columns.
 template <int kRows, int kCols>
@@ -50,7 +46,7 @@ template <int kRows, int kCols>
   __builtin_prefetch(args.prefetch + block * 16 * kCols, 0, 2);
   const uint16_t* const x = args.x + block * kInt4Columns;
   for (int c = 0; c < kCols; ++c) {
-    const uint8_t* const from = codes + c * int64_t{args.k / 2};
+    const uint8_t* const from = codes + c * args.row_bytes;
     const auto values =
         reinterpret_cast<__m512bh>(c % 2 == 0 ? int4_pair_values<false>(from, tables[c / 2])
                                               : int4_pair_values<true>(from, tables[c / 2]));
@@ -65,7 +61,7 @@ template <int kRows, int kCols>
 [[PACELINE_DOT_TARGET, gnu::noinline]] void int4_dot_tile(const Int4DotArgs& args) {
   const int64_t num_groups = args.num_groups;
   const int32_t blocks = args.scale_cols / kInt4Columns;
-  const uint8_t* codes = args.codes;
+  const uint8_t* codes = args.elements;
   __m512 acc[kRows][kCols] = {};
   int64_t block = 0;
   for (int64_t group = 0; group < num_groups; ++group) {
