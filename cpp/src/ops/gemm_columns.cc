@@ -306,7 +306,9 @@ void run_register_columns(const GemmColumns& p, int32_t begin, int32_t end, std:
   const int64_t row_bytes = weight.row_bytes();
   const auto num_groups = std::max(static_cast<int32_t>(weight.num_scale_cols()), 1);
   auto* const no_zeros = reinterpret_cast<uint8_t*>(scales + int64_t{kMaxCols} * num_groups);
-  if (weight.zeros == nullptr) std::fill_n(no_zeros, kMaxCols * num_groups, uint8_t{kInt4Zero});
+  if (kIsInt4 && weight.zeros == nullptr) {
+    std::fill_n(no_zeros, kMaxCols * num_groups, uint8_t{kInt4Zero});
+  }
   const auto ahead =
       static_cast<int32_t>((kPrefetchBytes + row_bytes * kMaxCols - 1) / (row_bytes * kMaxCols)) *
       kMaxCols;
