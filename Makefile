@@ -41,6 +41,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Used where ccache is installed.
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
+# All builds name the compiler alike, since ccache takes g++ and c++ for two.
+export CXX
 
 # One compilation: scikit-build-core builds the module here, and `make test` the tests beside it.
 BUILD := build/make
