@@ -58,9 +58,8 @@ struct Run {
           .second = _mm256_castsi256_ps(_mm256_and_si256(values, upper))};
 }
 
-// A source of weights: Group is what the columns of a group share, and run<0> and run<1> are the
-// runs of a block of 32 columns. Lane i of a run has column i % (16 / kParts) * kParts +
-// i / (16 / kParts).
+// A source of weights: a Group is what the columns of a group share, and `runs` reads a block of 32
+// columns. Lane i of a run has column column_of_lane<kParts>(i).
 struct Bf16Source {
   static constexpr int kParts = 2;
   static constexpr int kBlockBytes = 64;
