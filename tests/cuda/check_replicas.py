@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends one of two replicas in mid-stream, each on a GPU of its own.
+"""Ends one of two replicas in mid-stream, each on GPUs of its own.
 
-    check_replicas.py [--device cuda] [--port P]
+    check_replicas.py [--device cuda] [--port P] [-tp N]
 
-`paceline serve` with one engine says what is expected. The same streams then run on
-`paceline serve --replicas 2`, and a replica that runs some of them gets SIGKILL. Every stream must
-end with the same tokens. With --device cuda the driver must see each replica on another GPU, and
-the process that speaks HTTP on none. Exits with 1 otherwise.
+`paceline serve` with one engine of one rank says what is expected. The same streams then run on
+`paceline serve --replicas 2 -tp N`, and a replica that runs some of them gets SIGKILL. Every stream
+must end with the same tokens. With --device cuda the driver must see each replica on N GPUs that no
+other has, and the process that speaks HTTP on none. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -103,11 +103,15 @@ def all_streams(port: int, on_tokens: Any) -> list[list[int]]:
         return list(pool.map(lambda number: stream(port, number, on_tokens), range(NUM_STREAMS)))
 
 
-def gpu_processes() -> dict[int, str]:
-    """The GPU of every process that the driver sees on one."""
+def gpu_processes() -> dict[int, set[str]]:
+    """The GPUs of every process that the driver sees on one."""
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
-    lines = subprocess.check_output(query, text=True).split("\n")
-    return {int(line.split(",")[0]): line.split(",")[1].strip() for line in lines if "," in line}
+    places: dict[int, set[str]] = {}
+    for line in subprocess.check_output(query, text=True).splitlines():
+        if "," in line:
+            process, gpu = line.split(",")
+            places.setdefault(int(process), set()).add(gpu.strip())
+    return places
 
 
 def replicas_of(server: int) -> list[int]:
@@ -125,23 +129,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
 
     with served(args):
         expected = all_streams(args.port, lambda count: None)
-    with served(args, "--replicas", "2") as server:
+    num_ranks = args.tensor_parallel_size
+    with served(args, "--replicas", "2", "-tp", str(num_ranks)) as server:
         replicas = replicas_of(server)
         if len(replicas) != 2:
             print(f"the server has {len(replicas)} replicas, expected 2")
             return 1
         if args.device != "cpu":
             places = gpu_processes()
-            print(f"replicas on GPUs: {[places.get(one) for one in replicas]}")
-            if len({places.get(one, "none") for one in replicas} - {"none"}) != 2:
-                print(f"each replica must be on a GPU of its own; the driver sees {places}")
+            found_on = [places.get(one, set()) for one in replicas]
+            print(f"replicas on GPUs: {[sorted(gpus) for gpus in found_on]}")
+            if [len(gpus) for gpus in found_on] != [num_ranks] * 2 or found_on[0] & found_on[1]:
+                print(f"each replica must be on {num_ranks} of its own; the driver sees {places}")
                 return 1
             if server in places:
-                print(f"the process that speaks HTTP is on {places[server]}, expected none")
+                print(f"the process that speaks HTTP is on {sorted(places[server])}, expected none")
                 return 1
         lock = threading.Lock()
         seen = 0

@@ -42,6 +42,7 @@ from gpu_runs import (
     Share,
     covered_files,
     environment,
+    on_one_gpu,
     run,
     shards,
     source_hash,
@@ -99,7 +100,7 @@ TESTS = (
 #: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side, so
 #: many processes on so many cores each. Others are one process on one core.
 SHARDS = {
-    "op_parity_test": (16, 1),
+    "op_parity_test": (max(16, len(os.sched_getaffinity(0)) - 24), 1),
     "expert_bits_test": (4, 1),
     "engine_cuda_test": (4, 3),
     "engine_mixture_cuda_test": (1, 2),
@@ -107,8 +108,9 @@ SHARDS = {
     "draft_head_cuda_test": (3, 3),
 }
 PYTHON_SHARES = 8
-#: Tests that compare the free memory of the GPU before and after.
-MEASURING = ("runner_test",)
+#: Tests that have the machine to themselves: the first compares the free memory of the GPU before
+#: and after, and the other uses all GPUs, each of which waits for all others.
+ALONE = ("runner_test", "ranks_cuda_test")
 
 BENCHES = {
     "qwen3-8b": ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
@@ -228,6 +230,8 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
     """Runs one of PARTS; adds the figures of a bench to `benches`."""
     if part in TESTS:
         shares = shards(*SHARDS.get(part, (1, 1)))
+        if part not in ALONE:
+            shares = on_one_gpu(shares)
         return [run(part, [str(BUILD / part)], GTEST, env, 500, shares)]
     if part == "python":
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
@@ -238,6 +242,7 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
             return [{"title": part, "command": "pytest --collect-only", "exit": error.returncode,
                      "seconds": 0.0, "summary": lines}]  # fmt: skip
         shares = [Share(tuple(tests[i::PYTHON_SHARES]), num_cores=2) for i in range(PYTHON_SHARES)]
+        shares = on_one_gpu(shares)
         summary = r"^=+ .*(passed|failed|error)|^(FAILED|ERROR) "
         result = run(part, [*command, "-v"], summary, env, 500, shares)
         paths = [str(path) for path in sorted(PYTHON_TESTS)]
@@ -308,8 +313,8 @@ def test(parts: list[str]) -> int:
         return write(TEST_FILE, kept, {"benches": benches})  # now, in case a later part times out
 
     code = 0
-    # Tests run at the same time. What measures, times or free memory, has the machine to itself.
-    tests = [part for part in parts if part in (*TESTS, "python") and part not in MEASURING]
+    # Tests run at the same time, and what measures has the machine to itself.
+    tests = [part for part in parts if part in (*TESTS, "python") and part not in ALONE]
     with concurrent.futures.ThreadPoolExecutor(len(tests) or 1) as pool:
         running = {pool.submit(run_part, part, env, benches): part for part in tests}
         for done in concurrent.futures.as_completed(running):

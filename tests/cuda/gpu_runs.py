@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -62,6 +63,26 @@ def shards(count: int, num_cores: int) -> list[Share]:
             (), (("GTEST_TOTAL_SHARDS", str(count)), ("GTEST_SHARD_INDEX", str(index))), num_cores
         )
         for index in range(count)
+    ]
+
+
+def num_gpus() -> int:
+    """Returns the number of GPUs that the driver lists."""
+    return len(subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines())
+
+
+#: Counts the processes that run on one GPU, so that they take turns.
+ON_ONE_GPU = itertools.count()
+
+
+def on_one_gpu(shares: Iterable[Share]) -> list[Share]:
+    """Returns the shares, each of which sees one GPU: all GPUs of the machine in turn."""
+    count = num_gpus()
+    return [
+        share._replace(
+            variables=(*share.variables, ("CUDA_VISIBLE_DEVICES", str(next(ON_ONE_GPU) % count)))
+        )
+        for share in shares
     ]
 
 
