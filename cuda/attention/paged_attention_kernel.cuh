@@ -18,8 +18,10 @@
 // skipped.
 // - With split KV each chunk's state goes to the workspace, and the last blocks to arrive merge
 //   them in the same order by the same functions (attention_common.cuh) as in registers.
+// - Where the blocks of one cluster have a chunk each, its state stays in their shared memory, and
+//   all of them merge in that order.
 //
-// That merge reads as many bytes as the tile has live rows times chunks, which would keep a single
+// The merge from the workspace reads as many bytes as the tile has live rows times chunks, which would keep a single
 // SM busy for as long as the rest of the kernel takes. Hence the splits of a tile form clusters:
 // the last cluster to arrive merges, and its blocks share the rows.
 
@@ -142,6 +144,10 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
       .data = plan.partials + tile_index * plan.chunk_capacity * chunk_floats,
       .chunk_floats = chunk_floats,
       .num_rows = plan.partial_rows};
+  const bool merges_in_cluster =
+      S::kHasResultStage && plan.has_result_stage && chunks.num_splits > 1 &&
+      chunks.num_splits <= plan.cluster_blocks && chunks.end - chunks.first <= chunks.num_splits;
+  auto* const result = reinterpret_cast<float*>(shared + S::kResultOffset);
   const float scale = p.soft_cap > 0.0f ? p.scale : __fmul_rn(p.scale, kLog2E);
 
   for (int32_t chunk = chunks.first + chunks.split; chunk < chunks.end;
@@ -160,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
     PerRow<S, float> chunk_max;
     store_probabilities<S>(s, view, at, shared, results, chunk_max);
 
-    float* const partial = partials.chunk(chunk - chunks.first);
+    float* const partial = merges_in_cluster ? result : partials.chunk(chunk - chunks.first);
     PerRow<S, MergeWeights> merge;
 #pragma unroll
     for (int32_t slice = 0; slice < S::kSlices; ++slice) {
@@ -195,8 +201,22 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
     store_running<S>(running_max, running_sum, running, sinks, output, at);
     return;
   }
+  if constexpr (S::kHasResultStage) {
+    if (merges_in_cluster) {
+      cluster_barrier();
+      merge_chunks<S>(
+          [&](int32_t chunk) { return ClusterChunks{.own = result, .first_rank = chunk}; },
+          plan.partial_rows, chunks.first, cluster_rank, plan.cluster_blocks, sinks, output);
+      cluster_barrier();  // until then others read this block's result
+      return;
+    }
+  }
   if (!is_last_to_arrive(plan, cluster_rank, chunks.num_splits, tile_index, is_last)) return;
-  merge_partials<S>(partials, chunks.first, cluster_rank, plan.cluster_blocks, sinks, output);
+  merge_chunks<S>(
+      [&](int32_t chunk) {
+        return WorkspaceChunks{.first = partials.chunk(chunk), .chunk_floats = chunk_floats};
+      },
+      plan.partial_rows, chunks.first, cluster_rank, plan.cluster_blocks, sinks, output);
 }
 
 }  // namespace paceline::cuda::paged

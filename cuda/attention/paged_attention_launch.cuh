@@ -4,6 +4,7 @@
 // Divides an instance of the paged attention kernel into blocks and launches it.
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "attention/attention_common.cuh"
@@ -50,6 +51,7 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
                .chunk_capacity = 0,
                .partial_rows = static_cast<int32_t>(std::min<int64_t>(packed_rows, S::kRows)),
                .cluster_blocks = 1,
+               .has_result_stage = false,
                .max_seq_rows = std::max(p.max_rows_per_seq, 1)};
 
   // Enough splits to give every SM two blocks, if it has room for two. Each block decides on the
@@ -57,10 +59,11 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
   const int64_t blocks = tiles.count * p.num_kv_heads;
   constexpr int64_t kBlocksPerSm = std::min(S::kMinBlocks, 2);
   const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
-  int64_t splits = blocks == 0 ? 1 : std::min(kBlocksPerSm * ctx.num_sms / blocks, max_chunks);
+  const int64_t max_splits = blocks == 0 ? 1 : kBlocksPerSm * ctx.num_sms / blocks;
+  int64_t splits = std::min(max_splits, max_chunks);
+  const int64_t chunk_bytes =
+      partial_floats(plan.partial_rows, kHeadDim) * static_cast<int64_t>(sizeof(float));
   if (splits > 1 && blocks <= ctx.num_counters && ctx.workspace != nullptr) {
-    const int64_t chunk_bytes =
-        partial_floats(plan.partial_rows, kHeadDim) * static_cast<int64_t>(sizeof(float));
     const int64_t capacity = std::min(ctx.workspace_bytes / (blocks * chunk_bytes), max_chunks + 1);
     plan.partials = reinterpret_cast<float*>(ctx.workspace);
     plan.counters = ctx.counters;
@@ -69,10 +72,16 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
   } else {
     splits = 1;
   }
-  if (ctx.has_clusters) {
-    plan.cluster_blocks = splits >= 16 ? 8 : splits >= 8 ? 4 : splits >= 2 ? 2 : 1;
+  if (ctx.has_clusters && splits > 1) {
+    // All chunks of a short context in one cluster, if possible: it needs no workspace.
+    constexpr uint64_t kMaxClusterBlocks = 8;
+    const auto wanted = std::bit_ceil(static_cast<uint64_t>(splits));
+    const auto blocks_of_cluster = std::min(
+        {wanted, std::bit_floor(static_cast<uint64_t>(max_splits)), kMaxClusterBlocks});
+    plan.cluster_blocks = static_cast<int32_t>(blocks_of_cluster);
+    plan.has_result_stage = S::kHasResultStage && chunk_bytes <= S::kSliceBytes;
+    splits = std::max<int64_t>(splits / plan.cluster_blocks, 1) * plan.cluster_blocks;
   }
-  splits = splits / plan.cluster_blocks * plan.cluster_blocks;
   launch_clusters(ctx, name, kKernel,
                   dim3(static_cast<uint32_t>(tiles.count), static_cast<uint32_t>(p.num_kv_heads),
                        static_cast<uint32_t>(splits)),

@@ -2,7 +2,8 @@
 #pragma once
 
 // How the chunks' results become a tile's result in the paged attention kernel: from registers when
-// one block has all chunks, else by way of the workspace.
+// one block has all chunks, from shared memory when the blocks of one cluster have one each, else by
+// way of the workspace.
 
 #include <cuda_bf16.h>
 
@@ -27,12 +28,9 @@ struct Partials {
   __device__ __forceinline__ float* chunk(int32_t index) const {
     return data + index * chunk_floats;
   }
-  __device__ __forceinline__ float* sums(float* chunk) const {
-    return chunk + num_rows * S::kHeadDim;
-  }
 };
 
-// Stores the chunk's maximum and sum of one row to the workspace where the tile is split, else
+// Stores the chunk's maximum and sum of one row to `partial_sums` where the tile is split, else
 // merges them into the running ones. A row that sees no key of the chunk skips it; `merge` gets the
 // factors for the others.
 //
@@ -144,27 +142,52 @@ __device__ __forceinline__ bool is_last_to_arrive(const Plan& plan, int32_t clus
   return is_last != 0;
 }
 
-// Merges the chunks of one row from the workspace, four columns a thread, and stores the result.
-// The chunks that a row sees are consecutive, so the others are not visited.
-__device__ __forceinline__ void merge_row(const float* accumulators, const float* max_sums,
-                                          int64_t chunk_floats, int32_t num_chunks,
-                                          const float* sink, __nv_bfloat16* y) {
+// The chunks of a tile as merge_row reads them, from the first that a row sees on: in the workspace,
+// past L1, which does not see what other SMs have written.
+struct WorkspaceChunks {
+  static constexpr int32_t kBatch = kMergeBatch;
+  const float* first;
+  int64_t chunk_floats;
+
+  template <class T>
+  __device__ __forceinline__ T load(int32_t index, int32_t at) const {
+    return __ldcg(reinterpret_cast<const T*>(first + index * chunk_floats + at));
+  }
+};
+
+// The same in the shared memory of the cluster's blocks, a chunk each.
+struct ClusterChunks {
+  static constexpr int32_t kBatch = 4;
+  const float* own;  // of the calling block
+  int32_t first_rank;
+
+  template <class T>
+  __device__ __forceinline__ T load(int32_t index, int32_t at) const {
+    return *reinterpret_cast<const T*>(in_cluster(own + at, first_rank + index));
+  }
+};
+
+// Merges the chunks of one row, four columns a thread, and stores the result. The chunks that a row
+// sees are consecutive, so the others are not visited. values, sums: where a chunk has the row's.
+template <class Chunks>
+__device__ __forceinline__ void merge_row(const Chunks& chunks, int32_t values_at, int32_t sums_at,
+                                          int32_t num_chunks, const float* sink,
+                                          __nv_bfloat16* y) {
   float running_max = negative_infinity();
   float running_sum = 0.0f;
   float running[4] = {};
-  for (int32_t first = 0; first < num_chunks; first += kMergeBatch) {
-    float2 max_sum[kMergeBatch];
-    float4 values[kMergeBatch];
+  for (int32_t first = 0; first < num_chunks; first += Chunks::kBatch) {
+    float2 max_sum[Chunks::kBatch];
+    float4 values[Chunks::kBatch];
 #pragma unroll
-    for (int32_t i = 0; i < kMergeBatch; ++i) {
-      // Beyond the last chunk the last one is loaded again, and dropped below. Loads bypass L1,
-      // which does not see what other SMs have written.
-      const int64_t at = min(first + i, num_chunks - 1) * chunk_floats;
-      max_sum[i] = __ldcg(reinterpret_cast<const float2*>(max_sums + at));
-      values[i] = __ldcg(reinterpret_cast<const float4*>(accumulators + at));
+    for (int32_t i = 0; i < Chunks::kBatch; ++i) {
+      // Beyond the last chunk the last one is loaded again, and dropped below.
+      const int32_t index = min(first + i, num_chunks - 1);
+      max_sum[i] = chunks.template load<float2>(index, sums_at);
+      values[i] = chunks.template load<float4>(index, values_at);
     }
 #pragma unroll
-    for (int32_t i = 0; i < kMergeBatch; ++i) {
+    for (int32_t i = 0; i < Chunks::kBatch; ++i) {
       if (first + i < num_chunks) {
         const MergeWeights merge = merge_weights(running_max, max_sum[i].x);
         running_max = merge.max;
@@ -182,24 +205,25 @@ __device__ __forceinline__ void merge_row(const float* accumulators, const float
 }
 
 // Merges the tile's chunks; the blocks of the cluster share the rows. Neighbouring rows go to
-// different blocks, so that even a few rows occupy all of them.
-template <class S>
-__device__ __forceinline__ void merge_partials(const Partials<S>& partials, int32_t first_chunk,
-                                               int32_t cluster_rank, int32_t cluster_blocks,
-                                               const float* sinks, const TileOutput<S>& output) {
+// different blocks, so that even a few rows occupy all of them. chunks_from(chunk): the chunks from
+// that one on, counted from the tile's first.
+template <class S, class ChunksFrom>
+__device__ __forceinline__ void merge_chunks(const ChunksFrom& chunks_from, int32_t num_rows,
+                                             int32_t first_chunk, int32_t cluster_rank,
+                                             int32_t cluster_blocks, const float* sinks,
+                                             const TileOutput<S>& output) {
   constexpr int32_t kRowThreads = S::kHeadDim / 4;
   constexpr int32_t kRowsAtOnce = kThreads / kRowThreads;
   const TileRows& rows = output.rows;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t column = thread % kRowThreads * 4;
-  for (int32_t packed = thread / kRowThreads * cluster_blocks + cluster_rank;
-       packed < partials.num_rows; packed += kRowsAtOnce * cluster_blocks) {
+  for (int32_t packed = thread / kRowThreads * cluster_blocks + cluster_rank; packed < num_rows;
+       packed += kRowsAtOnce * cluster_blocks) {
     if (!rows.is_live(packed)) continue;
     const int32_t row_first_chunk = rows.begin[packed] / kChunk;
     const int32_t row_chunks = (rows.end[packed] - 1) / kChunk + 1 - row_first_chunk;
-    float* const first = partials.chunk(row_first_chunk - first_chunk);
-    merge_row(first + packed * S::kHeadDim + column, partials.sums(first) + packed * 2,
-              partials.chunk_floats, row_chunks,
+    merge_row(chunks_from(row_first_chunk - first_chunk), packed * S::kHeadDim + column,
+              num_rows * S::kHeadDim + packed * 2, row_chunks,
               sinks == nullptr ? nullptr : sinks + rows.head[packed], output.of(packed) + column);
   }
 }

@@ -47,6 +47,10 @@ struct Shape {
   static constexpr int32_t kStages = kIsLong ? 2 * kSlices + 1
                                      : kSlice == 64 || (kHeadDim == 256 && kMTiles == 1) ? 3
                                                                                          : 2;
+  // A block with one chunk keeps its result in the stage of its last keys, if its values have other
+  // stages.
+  static constexpr bool kHasResultStage = kStages > kSlices;
+  static constexpr int32_t kResultOffset = (kSlices - 1) * kChunk * kSlice * 2;
   // Dynamic shared memory: the ring of K and V slices, then Q, then P.
   static constexpr int32_t kSliceBytes = kChunk * kSlice * 2;
   static constexpr int32_t kQBytes = kRows * kHeadDim * 2;
@@ -72,6 +76,7 @@ struct Plan {
   int32_t chunk_capacity;  // tiles of more chunks are not split
   int32_t partial_rows;    // rows of a tile that can be live
   int32_t cluster_blocks;  // splits in a cluster
+  bool has_result_stage;   // the result of a chunk has room in shared memory
   int32_t max_seq_rows;    // sequences with more rows are left out
 };
 

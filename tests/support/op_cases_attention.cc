@@ -300,6 +300,9 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
     add("prompts", {.sequences = prompts, .extra_rows = 9, .extra_seqs = 2, .num_sms = 1});
     add("one_prompt", {.sequences = {{0, 900, 387, 0}}, .num_sms = 1});
     add("one_row", {.sequences = {{0, 300, 1, 0}}, .extra_rows_per_seq = 500, .num_sms = 1});
+    // Contexts whose chunks the blocks of one cluster share, one each.
+    add("one_cluster", {.sequences = {{0, 300, 3, 0}}});
+    add("full_clusters", {.sequences = {{0, 1024, 4, 0}, {1, 900, 1, 3}, {2, 1025, 2, 0}}});
   }
   if (s.value_dim != 512 || s.dtype != DType::kBFloat16) return;
   // Latent attention on tensor cores. Its chunks have 64 entries, and 16 chunks are a segment: long
