@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
   const TileKeys keys = read_rows<S>(p, tile, num_rows, heads_per_group, rows);
   const TileOutput<S> output = {
       .p = p, .kv_head = kv_head, .heads_per_group = heads_per_group, .rows = rows};
-  const Chunks chunks = chunks_of_block(plan, keys);
+  Chunks chunks = chunks_of_block(plan, keys);
+  if constexpr (!S::kMaySplit) chunks.num_splits = 1;
   // Blocks of a cluster leave together, or else stay for its barriers even without a chunk.
   const int32_t cluster_rank = chunks.split % plan.cluster_blocks;
   if (chunks.num_splits == 1 ? chunks.split > 0 : chunks.split - cluster_rank >= chunks.num_splits)

@@ -60,7 +60,7 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
   constexpr int64_t kBlocksPerSm = std::min(S::kMinBlocks, 2);
   const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
   const int64_t max_splits = blocks == 0 ? 1 : kBlocksPerSm * ctx.num_sms / blocks;
-  int64_t splits = std::min(max_splits, max_chunks);
+  int64_t splits = S::kMaySplit ? std::min(max_splits, max_chunks) : 1;
   const int64_t chunk_bytes =
       partial_floats(plan.partial_rows, kHeadDim) * static_cast<int64_t>(sizeof(float));
   if (splits > 1 && blocks <= ctx.num_counters && ctx.workspace != nullptr) {
@@ -89,16 +89,24 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
                   S::kSharedBytes, p, plan);
 }
 
-// Heads of 64 have room for a chunk in any case, and a long ring of larger ones gained nothing.
+// Heads of 64 have room for a chunk in any case, and a long ring of larger ones than 128 gained
+// nothing.
 template <int kHeadDim, int kMTiles>
 void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
+  using Short = Shape<kHeadDim, kMTiles, Ring::kShort>;
+  const int64_t blocks = Tiles(p, Short::kRows).count * p.num_kv_heads;
   if constexpr (kHeadDim == 128) {
     using Long = Shape<kHeadDim, kMTiles, Ring::kLong>;
-    const int64_t blocks = Tiles(p, Long::kRows).count * p.num_kv_heads;
     // Few enough to be split.
     if (2 * blocks <= int64_t{Long::kMinBlocks} * ctx.num_sms &&
         Long::kBlockBytes <= ctx.block_shared_bytes) {
       return launch_tiles<kHeadDim, kMTiles, Ring::kLong>(ctx, name, p);
+    }
+  }
+  if constexpr (kHeadDim * kMTiles <= 128) {  // with more, four blocks need too many registers
+    // More than run at once.
+    if (blocks > int64_t{Short::kMinBlocks} * ctx.num_sms) {
+      return launch_tiles<kHeadDim, kMTiles, Ring::kThin>(ctx, name, p);
     }
   }
   launch_tiles<kHeadDim, kMTiles, Ring::kShort>(ctx, name, p);

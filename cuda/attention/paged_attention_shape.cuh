@@ -26,6 +26,7 @@ inline constexpr int32_t kMergeBatch = 16;  // chunks whose loads are in flight 
 enum class Ring : uint8_t {
   kShort,  // several blocks per SM keep about 100 KB of loads in flight
   kLong,   // a block has room for a chunk, whose loads then take one latency
+  kThin,   // slices of 64 columns: four blocks share an SM, among which many tiles divide evenly
 };
 
 // The layout of one instance of the kernel.
@@ -36,17 +37,18 @@ struct Shape {
   static constexpr int32_t kRows = 16 * kMTiles;
   static constexpr int32_t kHeadUnits = kHeadDim / 8;  // of 16 bytes
   // Columns of a stage of the ring.
-  static constexpr int32_t kSlice = std::min(kHeadDim, 128);
+  static constexpr int32_t kSlice = ring == Ring::kThin ? 64 : std::min(kHeadDim, 128);
   static constexpr int32_t kSlices = kHeadDim / kSlice;  // of K, and of V
   static_assert(kHeadDim % kSlice == 0);
   static constexpr int32_t kSliceUnits = kSlice / 8;  // of 16 bytes
   static constexpr int32_t kWarpColumns = kSlice / kWarps;
   static constexpr int32_t kWarpColumnTiles = kWarpColumns / 8;
   static constexpr bool kIsLong = ring == Ring::kLong;
+  static constexpr bool kMaySplit = ring != Ring::kThin;  // the chunks of a tile, over blocks
   // One stage is in use, and the others are in flight.
-  static constexpr int32_t kStages = kIsLong ? 2 * kSlices + 1
-                                     : kSlice == 64 || (kHeadDim == 256 && kMTiles == 1) ? 3
-                                                                                         : 2;
+  static constexpr bool kHasThirdStage =
+      (kHeadDim == 64 && (kMaySplit || kMTiles == 1)) || (kHeadDim == 256 && kMTiles == 1);
+  static constexpr int32_t kStages = kIsLong ? 2 * kSlices + 1 : kHasThirdStage ? 3 : 2;
   // A block with one chunk keeps its result in the stage of its last keys, if its values have other
   // stages.
   static constexpr bool kHasResultStage = kStages > kSlices;
@@ -62,6 +64,7 @@ struct Shape {
   static constexpr int32_t kBlockBytes = kSharedBytes + kRows * 4 * (4 + 2 * kWarps) + 16;
   // Blocks that share an SM; static arrays and the system take some of its 228 KB, too.
   static constexpr int32_t kMinBlocks = kIsLong          ? (kSharedBytes <= 108 << 10 ? 2 : 1)
+                                        : !kMaySplit     ? 4
                                         : kMTiles == 4   ? 2
                                         : kHeadDim == 64 ? 3
                                         : kHeadDim == 128 && kMTiles == 1 ? 3

@@ -37,8 +37,8 @@ using emulator::GuardedMemory;
 // another op launches the kernel at a tenth of the cost. Then cases of each op, the
 // first word of their names, run until their cost exceeds the first number: the kernel threads that
 // they launch, or more where kernels loop over rows. They are taken in an order that depends on the
-// seed, without those that cost more than the second number. Of paged attention the merge within a
-// cluster runs with each of its shapes: other cases of a kernel have other merges.
+// seed, without those that cost more than the second number. Of paged attention the cases of other
+// instances and merges run with every shape.
 constexpr int64_t kCostOfOp = 400'000;
 constexpr int64_t kCostOfCase = 100'000;
 constexpr int64_t kBytesOfCase = 8 << 20;  // of arrays, at most
@@ -242,8 +242,10 @@ struct Sized {
   [[nodiscard]] bool is_empty() const {
     return op_case.name.ends_with("_none") || op_case.name.find("_rows0of") != std::string::npos;
   }
-  [[nodiscard]] bool is_of_clusters() const {
-    return op_case.name.ends_with("_one_cluster") || op_case.name.ends_with("_full_clusters");
+  [[nodiscard]] bool is_always_run() const {
+    const std::string& name = op_case.name;
+    return name.ends_with("_one_cluster") || name.ends_with("_full_clusters") ||
+           name.ends_with("_many_tiles");
   }
   [[nodiscard]] bool is_small() const { return cost <= kCostOfCase && bytes <= kBytesOfCase; }
 };
@@ -317,7 +319,7 @@ std::vector<OpCase> chosen_cases(const Plan& plan, std::vector<Sized> cases) {
     const auto is_needed = [&](const void* kernel) {
       return !reached.contains(kernel) && c.cost <= 10 * plan.least_costs.at(kernel);
     };
-    if (c.is_of_clusters() ||
+    if (c.is_always_run() ||
         (!c.is_empty() && std::any_of(c.kernels.begin(), c.kernels.end(), is_needed))) {
       choose(c);
     } else {

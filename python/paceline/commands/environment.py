@@ -13,6 +13,8 @@ from paceline.server.settings import PREFIX, variables
 
 # What the runtime reads beside the options.
 _OF_RUNTIME: Final = (CUBLASLT_VARIABLE, "PACELINE_PORTABLE")
+# What builds from source read.
+_OF_BUILDS: Final = ("PACELINE_CUDA_ARCHITECTURES",)
 # What the tests and the Makefile read.
 _OF_TESTS: Final = (
     "PACELINE_DEVICE_ONLY",
@@ -25,8 +27,8 @@ _OF_TESTS: Final = (
 
 
 def known_variables() -> list[str]:
-    """All names: those of the options of `paceline serve`, of the runtime and of the tests."""
-    return [*variables(parser_of_options()), *_OF_RUNTIME, *_OF_TESTS]
+    """All names: those of options of `paceline serve`, of the runtime, of builds and of tests."""
+    return [*variables(parser_of_options()), *_OF_RUNTIME, *_OF_BUILDS, *_OF_TESTS]
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
