@@ -21,9 +21,9 @@
 // - Where the blocks of one cluster have a chunk each, its state stays in their shared memory, and
 //   all of them merge in that order.
 //
-// The merge from the workspace reads as many bytes as the tile has live rows times chunks, which would keep a single
-// SM busy for as long as the rest of the kernel takes. Hence the splits of a tile form clusters:
-// the last cluster to arrive merges, and its blocks share the rows.
+// The merge from the workspace reads as many bytes as the tile has live rows times chunks, which
+// would keep a single SM busy for as long as the rest of the kernel takes. Hence the splits of a
+// tile form clusters: the last cluster to arrive merges, and its blocks share the rows.
 
 #include <cuda_bf16.h>
 

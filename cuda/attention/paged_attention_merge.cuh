@@ -2,8 +2,8 @@
 #pragma once
 
 // How the chunks' results become a tile's result in the paged attention kernel: from registers when
-// one block has all chunks, from shared memory when the blocks of one cluster have one each, else by
-// way of the workspace.
+// one block has all chunks, from shared memory when the blocks of one cluster have one each, else
+// by way of the workspace.
 
 #include <cuda_bf16.h>
 
@@ -142,8 +142,8 @@ __device__ __forceinline__ bool is_last_to_arrive(const Plan& plan, int32_t clus
   return is_last != 0;
 }
 
-// The chunks of a tile as merge_row reads them, from the first that a row sees on: in the workspace,
-// past L1, which does not see what other SMs have written.
+// The chunks of a tile as merge_row reads them, from the first that a row sees on: in the
+// workspace, past L1, which does not see what other SMs have written.
 struct WorkspaceChunks {
   static constexpr int32_t kBatch = kMergeBatch;
   const float* first;
@@ -168,7 +168,8 @@ struct ClusterChunks {
 };
 
 // Merges the chunks of one row, four columns a thread, and stores the result. The chunks that a row
-// sees are consecutive, so the others are not visited. values, sums: where a chunk has the row's.
+// sees are consecutive, so the others are not visited. values_at, sums_at: where a chunk has those
+// of the row.
 template <class Chunks>
 __device__ __forceinline__ void merge_row(const Chunks& chunks, int32_t values_at, int32_t sums_at,
                                           int32_t num_chunks, const float* sink,
