@@ -66,9 +66,13 @@ def shards(count: int, num_cores: int) -> list[Share]:
     ]
 
 
-def num_gpus() -> int:
-    """Returns the number of GPUs that the driver lists."""
-    return len(subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines())
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that processes may use: those of CUDA_VISIBLE_DEVICES, else all."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+    listed = subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()
+    return [str(index) for index in range(len(listed))]
 
 
 #: Counts the processes that run on one GPU, so that they take turns.
@@ -76,11 +80,16 @@ ON_ONE_GPU = itertools.count()
 
 
 def on_one_gpu(shares: Iterable[Share]) -> list[Share]:
-    """Returns the shares, each of which sees one GPU: all GPUs of the machine in turn."""
-    count = num_gpus()
+    """Returns the shares, each of which sees one of the visible GPUs, in turn."""
+    gpus = visible_gpus()
+    if not gpus:
+        return list(shares)  # they fail, and say why
     return [
         share._replace(
-            variables=(*share.variables, ("CUDA_VISIBLE_DEVICES", str(next(ON_ONE_GPU) % count)))
+            variables=(
+                *share.variables,
+                ("CUDA_VISIBLE_DEVICES", gpus[next(ON_ONE_GPU) % len(gpus)]),
+            )
         )
         for share in shares
     ]

@@ -37,8 +37,8 @@ using emulator::GuardedMemory;
 // another op launches the kernel at a tenth of the cost. Then cases of each op, the
 // first word of their names, run until their cost exceeds the first number: the kernel threads that
 // they launch, or more where kernels loop over rows. They are taken in an order that depends on the
-// seed, without those that cost more than the second number. Of paged attention the cases of other
-// instances and merges run with every shape.
+// seed, without those that cost more than the second number. Of paged attention those cases always
+// run for which the two machines take other instances or merges.
 constexpr int64_t kCostOfOp = 400'000;
 constexpr int64_t kCostOfCase = 100'000;
 constexpr int64_t kBytesOfCase = 8 << 20;  // of arrays, at most
@@ -245,7 +245,7 @@ struct Sized {
   [[nodiscard]] bool is_always_run() const {
     const std::string& name = op_case.name;
     return name.ends_with("_one_cluster") || name.ends_with("_full_clusters") ||
-           name.ends_with("_many_tiles");
+           name.ends_with("_many_seqs");
   }
   [[nodiscard]] bool is_small() const { return cost <= kCostOfCase && bytes <= kBytesOfCase; }
 };

@@ -302,10 +302,11 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
     add("one_row", {.sequences = {{0, 300, 1, 0}}, .extra_rows_per_seq = 500, .num_sms = 1});
     // Contexts whose chunks the blocks of one cluster share, one each.
     add("one_cluster", {.sequences = {{0, 300, 3, 0}}});
-    // More tiles than a device has room for.
+    // More tiles than a device has room for: any, and one of 16 multiprocessors alone.
     const std::vector<AttentionSequence> tiles = {
         {0, 1000, 1, 3}, {1, 129, 4, 0}, {2, 1, 0, 4}, {3, 385, 4, 0}};
     add("many_tiles", {.sequences = tiles, .num_sms = 1});
+    add("many_seqs", {.sequences = tiles, .extra_seqs = 50});
     add("full_clusters", {.sequences = {{0, 1024, 4, 0}, {1, 900, 1, 3}, {2, 1025, 2, 0}}});
   }
   if (s.value_dim != 512 || s.dtype != DType::kBFloat16) return;
