@@ -243,9 +243,7 @@ struct Sized {
     return op_case.name.ends_with("_none") || op_case.name.find("_rows0of") != std::string::npos;
   }
   [[nodiscard]] bool is_always_run() const {
-    const std::string& name = op_case.name;
-    return name.ends_with("_one_cluster") || name.ends_with("_full_clusters") ||
-           name.ends_with("_many_seqs");
+    return op_case.name.ends_with("_one_cluster") || op_case.name.ends_with("_many_seqs");
   }
   [[nodiscard]] bool is_small() const { return cost <= kCostOfCase && bytes <= kBytesOfCase; }
 };

@@ -304,7 +304,7 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
     add("one_cluster", {.sequences = {{0, 300, 3, 0}}});
     // More tiles than a device has room for: any, and one of 16 multiprocessors alone.
     const std::vector<AttentionSequence> tiles = {
-        {0, 1000, 1, 3}, {1, 129, 4, 0}, {2, 1, 0, 4}, {3, 385, 4, 0}};
+        {0, 385, 1, 3}, {1, 129, 4, 0}, {2, 1, 0, 4}, {3, 257, 3, 1}};
     add("many_tiles", {.sequences = tiles, .num_sms = 1});
     add("many_seqs", {.sequences = tiles, .extra_seqs = 50});
     add("full_clusters", {.sequences = {{0, 1024, 4, 0}, {1, 900, 1, 3}, {2, 1025, 2, 0}}});
