@@ -68,6 +68,9 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
   return word;
 }
 
+__device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
 __device__ __forceinline__ void store_shared_16(uint32_t to, const uint32_t (&words)[4]) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
                "r"(words[2]), "r"(words[3])

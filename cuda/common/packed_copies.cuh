@@ -80,6 +80,13 @@ __device__ __forceinline__ uint4 read_weights_16(const void* from, uint64_t poli
                : "l"(from), "l"(policy));
   return words;
 }
+__device__ __forceinline__ uint2 read_weights_8(const void* from, uint64_t policy) {
+  uint2 words;
+  asm volatile("ld.global.nc.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(words.x), "=r"(words.y)
+               : "l"(from), "l"(policy));
+  return words;
+}
 __device__ __forceinline__ uint32_t read_weights_4(const void* from, uint64_t policy) {
   uint32_t word;
   asm volatile("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;"

@@ -1,37 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One tile of y = x W^T with packed int4 weights: the kernel of gemm_kernel.cuh, but warps convert
-// the weights into its ring, where the copy engine would bring those of bfloat16. The products, and
-// so the bits, are those of dequantised weights.
+// One tile of y = x W^T with packed weights of 4 and 8 bits: the kernel of gemm_kernel.cuh, but
+// warps convert the weights into its ring, where the copy engine would bring those of bfloat16. The
+// products, and so the bits, are those of dequantised weights. Scales of 128 columns that are not
+// part of the values multiply the sums over these columns.
 //
-// A warp that converts reads its codes some columns ahead of their use into registers, and writes
-// bfloat16 into shared memory as the products want them. Nothing else waits for it but the ring, so
-// the latency of a conversion is not part of the chain of sums.
+// A warp that converts reads its elements some columns ahead of their use into registers, and
+// writes bfloat16 into shared memory as the products want them (converted_units.cuh). Nothing else
+// waits for it but the ring, so the latency of a conversion is not part of the chain of sums.
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
-#include "common/packed_copies.cuh"
+#include "gemm/converted_units.cuh"
 #include "gemm/gemm_args.h"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/gemm_kernel.cuh"
-#include "gemm/int4_elements.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_weights.h"
 #include "gemm/wgmma.cuh"
 
 namespace paceline::cuda {
 
-// A tile of gemm_kernel.cuh whose weights `converters` warps convert, `row_tiles` times 16 rows
-// each. They read `ahead` units ahead. `blocks` of a multiprocessor must have enough registers.
-template <class Base, int32_t converters, int32_t row_tiles, int32_t ahead, int32_t blocks = 1>
+// A tile of gemm_kernel.cuh whose weights of `format` are converted by `converters` warps,
+// `row_tiles` times 16 rows each. They read `ahead` units ahead. `blocks` of a multiprocessor must
+// have enough registers. has_tile_sums: as in ScaleUse.
+template <class Base, WeightFormat format, int32_t converters, int32_t row_tiles, int32_t ahead,
+          int32_t blocks = 1, bool has_tile_sums = false>
 struct ConvertedTile : Base {
   static constexpr bool kWeightsArrive = false;
+  static constexpr WeightFormat kFormat = format;
+  static constexpr bool kHasTileSums = has_tile_sums;
   static constexpr int32_t kConverters = converters;
   static constexpr int32_t kBlocks = blocks;
   static constexpr int32_t kAhead = ahead;
@@ -50,136 +55,35 @@ struct ConvertedTile : Base {
   static constexpr int32_t kStageStep = kTeams / kUnits;
   static_assert(kTeams % kUnits == 0);
 
-  static constexpr int32_t kFirstConverter = Base::kConsumers + 32;
+  // The sums of a stage, of which two sets let products run while the other set is added up. They
+  // need more registers than a share of all threads, and only whole warpgroups can move registers.
+  static_assert(!has_tile_sums || (kUnits == 1 && blocks == 1 && Base::kGroups == 1 &&
+                                   converters % 4 == 0));
+  static constexpr bool kMovesRegisters = has_tile_sums;
+  static constexpr int32_t kFirstConverter = Base::kConsumers + (kMovesRegisters ? 128 : 32);
   static constexpr int32_t kThreads = kFirstConverter + 32 * converters;
+  // Of those that the block is launched with, as many as launch bounds allow.
+  static constexpr int32_t kConverterRegisters = 72;
+  static constexpr int32_t kConsumerRegisters =
+      std::min(240, (65536 / kThreads / 8 * 8 * kThreads -
+                     (kThreads - Base::kConsumers) * kConverterRegisters) /
+                        Base::kConsumers / 8 * 8);
+  static_assert(!kMovesRegisters || 3 * Base::kColumns / 2 + 30 <= kConsumerRegisters);
+
   // Arrivals that fill a stage: the announcement of the tokens, and every converter's.
   static constexpr uint32_t kArrivals = 1 + kUnits * kTeam;
+  static constexpr int32_t kTileRows = Base::kWeights / kPackedRows;  // row tiles
 };
 
-// What a lane converts of a unit: its words of codes, of scales and of zero points.
+// ScaleUse::kTileSums: the scales of the row tiles of every stage, in shared memory.
 template <class Tile>
-struct UnitWords {
-  uint4 codes[Tile::kRowTiles][Tile::kUnitTiles];
-  uint32_t scales[Tile::kRowTiles][Tile::kUnitTiles];
-};
-
-// The rows of weights of a converter, and their units.
-template <class Tile>
-class UnitReader {
- public:
-  // member: the converter's place in its team.
-  __device__ __forceinline__ UnitReader(const PackedArgs& weights, int32_t member,
-                                        int32_t first_column, int32_t up_row)
-      : policy_(weights.weight_policy),
-        num_tiles_((weights.k + kPackedColumns - 1) / kPackedColumns),
-        groups_(weights, /*expert=*/0, row_tile_of(weights, member, 0, first_column, up_row)) {
-    has_one_group_ = groups_.are_whole(Tile::kUnitTiles * kPackedColumns);
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-    const int32_t first = row_tile_of(weights, member, 0, first_column, up_row);
-    codes_ = weights.data + int64_t{first} * num_tiles_ * kTileBytes + lane * 16;
-#pragma unroll
-    for (int32_t r = 0; r < Tile::kRowTiles; ++r) {
-      const int32_t behind = row_tile_of(weights, member, r, first_column, up_row) - first;
-      code_bytes_[r] = int64_t{behind} * num_tiles_ * kTileBytes;
-      scale_bytes_[r] = behind * groups_.row_bytes();
-    }
-  }
-
-  // Reads a unit; of tiles behind the last one, the last one.
-  __device__ __forceinline__ void read(int32_t unit, UnitWords<Tile>& to) const {
-#pragma unroll
-    for (int32_t t = 0; t < Tile::kUnitTiles; ++t) {
-      const int32_t tile = min(unit * Tile::kUnitTiles + t, num_tiles_ - 1);
-      const std::byte* const codes = codes_ + int64_t{tile} * kTileBytes;
-#pragma unroll
-      for (int32_t r = 0; r < Tile::kRowTiles; ++r) {
-        to.codes[r][t] = read_weights_16(codes + code_bytes_[r], policy_);
-      }
-      if (t > 0 && has_one_group_) continue;
-      const std::byte* const word = groups_.word_of(tile);
-#pragma unroll
-      for (int32_t r = 0; r < Tile::kRowTiles; ++r) {
-        to.scales[r][t] = read_weights_4(word + scale_bytes_[r], policy_);
-      }
-    }
-  }
-
-  // Converts a unit to rows of 128 bytes in the swizzle of 128 bytes: tile t of row tile r at
-  // `to` + r * 2,048 + t * Tile::kWeightBytes. Tiles behind the last one repeat it: they meet the
-  // columns of the tokens beyond K, which arrive as zeros. (A branch that writes zeros instead
-  // costs a tenth of the time of few rows, taken or not: its registers wait for the stores before
-  // it.)
-  __device__ __forceinline__ void write(int32_t unit, const UnitWords<Tile>& from,
-                                        uint32_t to) const {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-    // The lane's row of a store of four matrices, and its 16 bytes in the first 16 columns.
-    const uint32_t at = to + static_cast<uint32_t>(lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16);
-    if (groups_.has_float16_scales()) {
-      write_unit<true>(unit, from, at);
-    } else {
-      write_unit<false>(unit, from, at);
-    }
-  }
-
- private:
-  static constexpr int32_t kTileBytes = packed_tile_bytes(WeightFormat::kInt4);
-
-  // Row tile r of the converter, in the matrix.
-  __device__ __forceinline__ static int32_t row_tile_of(const PackedArgs& weights, int32_t member,
-                                                        int32_t r, int32_t first_column,
-                                                        int32_t up_row) {
-    return weights.row_tile_of<Tile::kWeights>(member * Tile::kRowTiles + r, first_column, up_row);
-  }
-
-  template <bool is_float16>
-  __device__ __forceinline__ void write_unit(int32_t unit, const UnitWords<Tile>& from,
-                                             uint32_t at) const {
-#pragma unroll
-    for (int32_t r = 0; r < Tile::kRowTiles; ++r) {
-      Int4Multipliers by[2];
-#pragma unroll
-      for (int32_t t = 0; t < Tile::kUnitTiles; ++t) {
-        const int32_t tile = unit * Tile::kUnitTiles + t;
-        const uint32_t at_tile =
-            at + static_cast<uint32_t>(r * kPackedRows * 128 + t * Tile::kWeightBytes);
-        if (!has_one_group_) {
-          groups_.multipliers<is_float16, /*kHasHalves=*/true>(from.scales[r][t], tile, by);
-        } else if (t == 0) {
-          groups_.multipliers<is_float16, /*kHasHalves=*/false>(from.scales[r][t], tile, by);
-        }
-        write_tile<is_float16>(from.codes[r][t], by, at_tile);
-      }
-    }
-  }
-
-  template <bool is_float16>
-  __device__ __forceinline__ static void write_tile(const uint4& codes,
-                                                    const Int4Multipliers (&by)[2], uint32_t to) {
-#pragma unroll
-    for (int32_t step = 0; step < 4; ++step) {
-      const uint32_t word = step == 0   ? codes.x
-                            : step == 1 ? codes.y
-                            : step == 2 ? codes.z
-                                        : codes.w;
-      uint32_t a[4];
-      convert_int4<is_float16>(word, by[step / 2], a);
-      store_matrices(to ^ static_cast<uint32_t>(step * 32), a);
-    }
-  }
-
-  uint64_t policy_;
-  int32_t num_tiles_;
-  Int4Groups groups_;
-  bool has_one_group_;  // all columns of a unit have the same scales
-  const std::byte* codes_;
-  int64_t code_bytes_[Tile::kRowTiles];  // from the first row tile to each
-  int32_t scale_bytes_[Tile::kRowTiles];
-};
+using SumScales = float[kMaxStages][Tile::kTileRows];
 
 // Fills the ring with weights; called by the warps that convert, `converter` being the number of
 // the calling one.
 template <class Tile>
 __device__ __forceinline__ void fill_with_weights(const Ring<Tile>& ring, const PackedArgs& weights,
+                                                  const SumScales<Tile>& sum_scales,
                                                   int32_t converter, int32_t first_column,
                                                   int32_t up_row, int32_t num_blocks) {
   constexpr int32_t kAhead = Tile::kAhead;
@@ -187,8 +91,9 @@ __device__ __forceinline__ void fill_with_weights(const Ring<Tile>& ring, const 
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t member = converter % Tile::kTeam;
   const int32_t num_units = num_blocks * Tile::kUnits;
-  const UnitReader<Tile> reader(weights, member, first_column, up_row);
-  UnitWords<Tile> ahead[kAhead];
+  using Reader = UnitReader<Tile, Tile::kFormat>;
+  const Reader reader(weights, member, first_column, up_row);
+  typename Reader::Words ahead[kAhead];
   const int32_t first = converter / Tile::kTeam;
 #pragma unroll
   for (int32_t i = 0; i < kAhead; ++i) reader.read(first + i * kTeams, ahead[i]);
@@ -196,6 +101,8 @@ __device__ __forceinline__ void fill_with_weights(const Ring<Tile>& ring, const 
       shared_address(ring.data) +
       static_cast<uint32_t>(member * Tile::kRowTiles * kPackedRows * 128 +
                             first % Tile::kUnits * Tile::kUnitTiles * Tile::kWeightBytes);
+  const uint32_t scales =
+      shared_address(sum_scales) + static_cast<uint32_t>(member * Tile::kRowTiles * sizeof(float));
   const uint32_t full = shared_address(ring.full);
   const uint32_t empty = shared_address(ring.empty);
   int32_t stage = first / Tile::kUnits;
@@ -206,7 +113,8 @@ __device__ __forceinline__ void fill_with_weights(const Ring<Tile>& ring, const 
       const int32_t unit = first_unit + i * kTeams;
       if (unit >= num_units) break;
       barrier_wait(empty + stage * static_cast<uint32_t>(sizeof(uint64_t)), parity);
-      reader.write(unit, ahead[i], data + static_cast<uint32_t>(stage * Tile::kStageBytes));
+      reader.write(unit, ahead[i], data + static_cast<uint32_t>(stage * Tile::kStageBytes),
+                   scales + static_cast<uint32_t>(stage * sizeof(sum_scales[0])));
       __syncwarp();
       if (lane == 0) barrier_arrive(full + stage * static_cast<uint32_t>(sizeof(uint64_t)));
       // Behind the last use of the registers, so that none are copied.
@@ -239,6 +147,111 @@ __device__ __forceinline__ void fill_with_tokens(const Ring<Tile>& ring,
   }
 }
 
+// Adds the sums over the columns of a stage, times the scales of their rows of weights, which are
+// in shared memory at `scales`.
+template <class Tile>
+__device__ __forceinline__ void add_parts(Accumulators<Tile>& sums, const Accumulators<Tile>& parts,
+                                          uint32_t scales) {
+  constexpr int32_t kSums = Tile::kColumns / 2;
+  // A warp has 16 rows of weights, or of tokens; then 16 columns, 8 sums of a thread, are weights.
+  constexpr int32_t kScaled = Tile::kWeightsAreRows ? kSums : 8;
+  if constexpr (Tile::kWeightsAreRows) {
+    scales += static_cast<uint32_t>(threadIdx.x / 32 * sizeof(float));
+  }
+#pragma unroll
+  for (int32_t first = 0; first < kSums; first += kScaled) {
+    const float by = __uint_as_float(
+        load_shared_4(scales + static_cast<uint32_t>(first / kScaled * sizeof(float))));
+#pragma unroll
+    for (int32_t i = first; i < first + kScaled; ++i) sums[i] = __fmaf_rn(by, parts[i], sums[i]);
+  }
+}
+
+// Multiplies the stages as they arrive, and adds up the sums of each, times its scales, while the
+// products of the next one run; called by a warpgroup.
+template <class Tile>
+__device__ __forceinline__ void consume_scaled(const Ring<Tile>& ring,
+                                               const SumScales<Tile>& sum_scales,
+                                               const GemmArgs& args, int32_t num_blocks,
+                                               Accumulators<Tile>& sums) {
+  const uint32_t data = uniform(shared_address(ring.data));
+  const uint32_t full = uniform(shared_address(ring.full));
+  const uint32_t empty = uniform(shared_address(ring.empty));
+  const uint32_t scales = uniform(shared_address(sum_scales));
+  int32_t stage = 0;
+  uint32_t parity = 0;
+  const auto begin = [&](Accumulators<Tile>& parts) {
+    barrier_wait(full + stage * static_cast<uint32_t>(sizeof(uint64_t)), parity);
+    fence_shared_for_wgmma();
+    begin_products<Tile, /*kIsFirst=*/true>(uniform(data + stage * Tile::kStageBytes), /*group=*/0,
+                                            args, parts);
+    if (++stage == ring.num_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  };
+  int32_t ending = 0;  // the stage whose products end next
+  const auto end = [&](Accumulators<Tile>& parts) {
+    pin(parts);
+    add_parts<Tile>(sums, parts, scales + static_cast<uint32_t>(ending * sizeof(sum_scales[0])));
+    __syncwarp();  // the arrival of one lane hands back what all lanes have read
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(empty + ending * static_cast<uint32_t>(sizeof(uint64_t)));
+    }
+    if (++ending == ring.num_stages) ending = 0;
+  };
+  Accumulators<Tile> parts[2] = {};
+  begin(parts[0]);
+  int32_t block = 1;
+  for (; block + 1 < num_blocks; block += 2) {
+    begin(parts[1]);
+    wgmma_wait<1>();
+    end(parts[0]);
+    begin(parts[0]);
+    wgmma_wait<1>();
+    end(parts[1]);
+  }
+  if (block < num_blocks) {
+    begin(parts[1]);
+    wgmma_wait<1>();
+    end(parts[0]);
+    wgmma_wait<0>();
+    end(parts[1]);
+  } else {
+    wgmma_wait<0>();
+    end(parts[0]);
+  }
+}
+
+// ScaleUse::kRowSums: multiplies the sums by the scales of their rows of weights.
+template <class Tile>
+__device__ __forceinline__ void scale_sums(const PackedArgs& weights, const GemmArgs& args,
+                                           int32_t first_column, Accumulators<Tile>& sums) {
+  const auto* const table = reinterpret_cast<const float*>(weights.scales.scales);
+  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+  // Of row `of_tile` of a row tile of the block.
+  const auto scale_of = [&](int32_t row_tile, int32_t of_tile) {
+    const int32_t tile =
+        weights.row_tile_of<Tile::kWeights>(row_tile, first_column, args.gated.up_row);
+    const int32_t row = min(tile * kPackedRows + of_tile, weights.n - 1);
+    return __ldg(table + (row >> weights.scales.row_shift));
+  };
+  if constexpr (Tile::kWeightsAreRows) {
+    const auto row_tile = static_cast<int32_t>(threadIdx.x) / 32;
+    if (row_tile >= Tile::kTileRows) return;  // of a thin tile
+    const float by[2] = {scale_of(row_tile, lane / 4), scale_of(row_tile, lane / 4 + 8)};
+#pragma unroll
+    for (int32_t i = 0; i < Tile::kColumns / 2; ++i) sums[i] = __fmul_rn(by[i / 2 % 2], sums[i]);
+  } else {
+#pragma unroll
+    for (int32_t i = 0; i < Tile::kColumns / 2; ++i) {
+      // Sums 4 j to 4 j + 3 are of columns 8 j + 2 (lane % 4) and the next one, for two rows each.
+      const int32_t column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      sums[i] = __fmul_rn(scale_of(column / kPackedRows, column % kPackedRows), sums[i]);
+    }
+  }
+}
+
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     converted_gemm_kernel(const __grid_constant__ CUtensorMap token_map,
@@ -247,13 +260,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   extern __shared__ __align__(1024) std::byte ring_storage[];
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
+  __shared__ SumScales<Tile> sum_scales;
   const Ring<Tile> ring = begin_ring<Tile>(ring_storage, full, empty, args, Tile::kArrivals);
   const TilePlace place = place_of<Tile>(args);
   const int32_t num_blocks = num_blocks_of<Tile>(args);
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread < Tile::kConsumers) {
-    return compute_tile<__nv_bfloat16, Tile>(ring, args, place, num_blocks);
+    if constexpr (Tile::kMovesRegisters) take_registers<Tile::kConsumerRegisters>();
+    return compute_tile<__nv_bfloat16, Tile>(
+        ring.data, args, place, [&](Accumulators<Tile>& sums) {
+          if constexpr (Tile::kHasTileSums) {
+            consume_scaled<Tile>(ring, sum_scales, args, num_blocks, sums);
+          } else {
+            consume<Tile>(ring, args, num_blocks, sums);
+          }
+          if constexpr (Tile::kFormat == WeightFormat::kFp8 && !Tile::kHasTileSums) {
+            if (weights.scales.use == ScaleUse::kRowSums) {
+              scale_sums<Tile>(weights, args, place.first_column, sums);
+            }
+          }
+        });
   }
+  if constexpr (Tile::kMovesRegisters) give_registers<Tile::kConverterRegisters>();
   if (thread < Tile::kFirstConverter) {
     if (thread == Tile::kConsumers) {
       return fill_with_tokens<Tile>(ring, token_copies<Tile>(&token_map, args, place.first_token),
@@ -261,7 +289,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
   } else {
     // Weights do not depend on the predecessor.
-    fill_with_weights<Tile>(ring, weights, (thread - Tile::kFirstConverter) / 32,
+    fill_with_weights<Tile>(ring, weights, sum_scales, (thread - Tile::kFirstConverter) / 32,
                             place.first_column, args.gated.up_row, num_blocks);
   }
   wait_for_predecessor();

@@ -101,9 +101,9 @@ bool is_own(const CudaContext& ctx, const GemmParams& p) {
          p.num_groups == 1 && !(ctx.gemm != nullptr && ctx.gemm->has_plan(p));
 }
 
-// Whether launch_own computes the product, and not a library.
+// Whether launch_own computes the product, and not a library, by a kernel that knows ProductEnd.
 bool has_own_ends(const CudaContext& ctx, const GemmParams& p) {
-  return is_own(ctx, p) || takes_converted(ctx, p);
+  return is_own(ctx, p) || has_converted_ends(ctx, p);
 }
 
 // Whether the activation may be the end of our own kernel.

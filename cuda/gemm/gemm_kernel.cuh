@@ -98,12 +98,48 @@ __device__ __forceinline__ void produce(const Ring<Tile>& ring,
   }
 }
 
+// Begins the products of the stage at `weights`, an address in shared memory, and adds them to
+// `sums`; kIsFirst: instead of what they hold. `group` is the calling warpgroup.
+template <class Tile, bool kIsFirst>
+__device__ __forceinline__ void begin_products(uint32_t weights, uint32_t group,
+                                               const GemmArgs& args, Accumulators<Tile>& sums) {
+  constexpr auto kWeightStep = static_cast<uint32_t>(Tile::kWeightBytes / kDescriptorUnit);
+  const uint32_t tokens = weights + Tile::kSteps * Tile::kWeightBytes;
+  const uint32_t rows =
+      (Tile::kWeightsAreRows ? weights : tokens) + group * Tile::kGroupRows * Tile::kRowBytes;
+  const uint32_t columns = Tile::kWeightsAreRows ? tokens : weights;
+  pin(sums);
+  wgmma_begin();
+  const uint64_t first_a = tile_descriptor(rows);
+  const uint64_t first_b = tile_descriptor(columns);
+  // The compiler reads an argument of the kernel into a uniform register, as products need it. A
+  // value that it computes before the loop it would move there again for each step.
+  const uint32_t row_step = Tile::kWeightsAreRows ? kWeightStep : args.token_step;
+  const uint32_t column_step = Tile::kWeightsAreRows ? args.token_step : kWeightStep;
+#pragma unroll
+  for (uint32_t step = 0; step < Tile::kSteps; ++step) {
+    const uint64_t a = descriptor_behind(first_a, step * row_step);
+    const uint64_t b = descriptor_behind(first_b, step * column_step);
+#pragma unroll
+    for (int32_t i = 0; i < Tile::kDepth / 16; ++i) {
+      if constexpr (kIsFirst) {
+        if (step == 0 && i == 0) {
+          wgmma_fresh<Tile::kColumns>(sums, a, b);
+          continue;
+        }
+      }
+      wgmma<Tile::kColumns>(sums, a + i * kNext16Columns, b + i * kNext16Columns);
+    }
+  }
+  wgmma_commit();
+  pin(sums);
+}
+
 // Multiplies the stages as they arrive; called by a warpgroup. A launch's tiles may have fewer
 // tokens than a product reads. What lies behind them affects only outputs that are not written.
 template <class Tile>
 __device__ __forceinline__ void consume(const Ring<Tile>& ring, const GemmArgs& args,
                                         int32_t num_blocks, Accumulators<Tile>& sums) {
-  constexpr auto kWeightStep = static_cast<uint32_t>(Tile::kWeightBytes / kDescriptorUnit);
   // Addresses in shared memory, the same for the whole warp.
   const uint32_t group = uniform(threadIdx.x / 128);
   const uint32_t data = uniform(shared_address(ring.data));
@@ -116,30 +152,8 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, const GemmArgs& 
     barrier_wait(full + stage * static_cast<uint32_t>(sizeof(uint64_t)), parity);
     // What warps have written. They do not order it themselves: they would wait for their loads.
     if constexpr (!Tile::kWeightsArrive) fence_shared_for_wgmma();
-    const uint32_t weights = uniform(data + stage * Tile::kStageBytes);
-    const uint32_t tokens = weights + Tile::kSteps * Tile::kWeightBytes;
-    const uint32_t rows =
-        (Tile::kWeightsAreRows ? weights : tokens) + group * Tile::kGroupRows * Tile::kRowBytes;
-    const uint32_t columns = Tile::kWeightsAreRows ? tokens : weights;
-    pin(sums);
-    wgmma_begin();
-    const uint64_t first_a = tile_descriptor(rows);
-    const uint64_t first_b = tile_descriptor(columns);
-    // The compiler reads an argument of the kernel into a uniform register, as products need it. A
-    // value that it computes before the loop it would move there again for each step.
-    const uint32_t row_step = Tile::kWeightsAreRows ? kWeightStep : args.token_step;
-    const uint32_t column_step = Tile::kWeightsAreRows ? args.token_step : kWeightStep;
-#pragma unroll
-    for (uint32_t step = 0; step < Tile::kSteps; ++step) {
-      const uint64_t a = descriptor_behind(first_a, step * row_step);
-      const uint64_t b = descriptor_behind(first_b, step * column_step);
-#pragma unroll
-      for (int32_t i = 0; i < Tile::kDepth / 16; ++i) {
-        wgmma<Tile::kColumns>(sums, a + i * kNext16Columns, b + i * kNext16Columns);
-      }
-    }
-    wgmma_commit();
-    pin(sums);
+    begin_products<Tile, /*kIsFirst=*/false>(uniform(data + stage * Tile::kStageBytes), group, args,
+                                             sums);
     // The products of the previous block are done, so its stage can be filled again.
     wgmma_wait<1>();
     if (previous >= 0 && threadIdx.x % 32 == 0) {

@@ -11,6 +11,7 @@
 
 #include "gemm/expert_launch.cuh"
 #include "gemm/matrix_kernel.cuh"
+#include "gemm/packed_costs.h"
 #include "gemm/packed_warps.cuh"
 #include "gemm/split_kernel.cuh"
 #include "gemm/tensor_map.h"
@@ -62,7 +63,7 @@ void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductC
   const int64_t row_tiles = row_tiles_per_sm(ctx, p);
   const bool is_narrow = rows_to_expect(p) <= 8;
   // Few warps on a multiprocessor are bound by the latency of their own instructions.
-  if (p.expert_begin == nullptr && row_tiles < 5) {
+  if (p.expert_begin == nullptr && row_tiles < kFewRowTiles) {
     if constexpr (kHasTileSums) {
       return is_narrow ? launch_parts<PartsShape<1>>(ctx, p, call)
                        : launch_parts<PartsShape<2>>(ctx, p, call);
@@ -126,8 +127,8 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const Pro
     const bool is_matrix = p.expert_begin == nullptr && p.x_rows == nullptr && p.num_groups == 1;
     const double costs[] = {
         cost(64, 32, 17.0), cost(64, 64, 17.5), cost(128, 64, 25.5),
-        is_matrix ? cost(64, 128, 21.5) : std::numeric_limits<double>::infinity(),
-        cost(128, 128, is_matrix ? 31.0 : 41.0)};
+        is_matrix ? cost(64, 128, kMatrixTime.us) : std::numeric_limits<double>::infinity(),
+        cost(128, 128, is_matrix ? kWideMatrixTime.us : 41.0)};
     switch (std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs)) {
       case 0:
         return launch_wide<WideShape<format, 1, 32, 3, 2>, kHasTileSums>(ctx, p, call);

@@ -113,6 +113,9 @@ PACELINE_WGMMA_SHARED(224, 112, 112, 113)
                  : PACELINE_OPERANDS_##sums                                                        \
                  : "l"(a), "l"(b));                                                                \
   }
+PACELINE_WGMMA_FRESH(32, 16, 16, 17)
+PACELINE_WGMMA_FRESH(48, 24, 24, 25)
+PACELINE_WGMMA_FRESH(96, 48, 48, 49)
 PACELINE_WGMMA_FRESH(128, 64, 64, 65)
 
 // adds: 1, or 0 for a product that does not read d.

@@ -31,6 +31,7 @@ void launch_tiles(CudaContext&, const GemmParams&, const ProductEnd&) {
 bool takes_residual(const GemmParams&) { return false; }
 bool takes_activation(const CudaContext&, const GemmParams&) { return false; }
 bool takes_converted(const CudaContext&, const GemmParams&) { return false; }
+bool has_converted_ends(const CudaContext&, const GemmParams&) { return false; }
 bool takes_converted_activation(const CudaContext&, const GemmParams&) { return false; }
 void launch_converted(CudaContext&, const GemmParams&, const ProductEnd&) {
   throw emulator::NotEmulated("converted_gemm_of_sm_90a");
