@@ -86,8 +86,8 @@ void launch_converted<WeightFormat::kInt4>(CudaContext& ctx, const GemmParams& p
     launch_cheapest_converted<Int4<TokenRows<1, 32, 2>, 12, 3>, Int4<TokenRows<1, 48, 2>, 12, 3>,
                               Int4<TokenRows<1, 96, 2>, 12, 2>>(ctx, p, end);
   } else {
-    launch_cheapest_converted<Int4<WeightRows<1, 128, 2>, 12, 3>,
-                              Int4<TokenRows<2, 96, 2>, 12, 2>>(ctx, p, end);
+    launch_cheapest_converted<Int4<WeightRows<1, 128, 2>, 12, 3>, Int4<TokenRows<2, 96, 2>, 12, 2>>(
+        ctx, p, end);
   }
 }
 

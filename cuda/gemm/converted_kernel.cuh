@@ -57,17 +57,17 @@ struct ConvertedTile : Base {
 
   // The sums of a stage, of which two sets let products run while the other set is added up. They
   // need more registers than a share of all threads, and only whole warpgroups can move registers.
-  static_assert(!has_tile_sums || (kUnits == 1 && blocks == 1 && Base::kGroups == 1 &&
-                                   converters % 4 == 0));
+  static_assert(!has_tile_sums ||
+                (kUnits == 1 && blocks == 1 && Base::kGroups == 1 && converters % 4 == 0));
   static constexpr bool kMovesRegisters = has_tile_sums;
   static constexpr int32_t kFirstConverter = Base::kConsumers + (kMovesRegisters ? 128 : 32);
   static constexpr int32_t kThreads = kFirstConverter + 32 * converters;
   // Of those that the block is launched with, as many as launch bounds allow.
   static constexpr int32_t kConverterRegisters = 72;
-  static constexpr int32_t kConsumerRegisters =
-      std::min(240, (65536 / kThreads / 8 * 8 * kThreads -
-                     (kThreads - Base::kConsumers) * kConverterRegisters) /
-                        Base::kConsumers / 8 * 8);
+  static constexpr int32_t kConsumerRegisters = std::min(
+      240,
+      (65536 / kThreads / 8 * 8 * kThreads - (kThreads - Base::kConsumers) * kConverterRegisters) /
+          Base::kConsumers / 8 * 8);
   static_assert(!kMovesRegisters || 3 * Base::kColumns / 2 + 30 <= kConsumerRegisters);
 
   // Arrivals that fill a stage: the announcement of the tokens, and every converter's.
@@ -267,19 +267,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread < Tile::kConsumers) {
     if constexpr (Tile::kMovesRegisters) take_registers<Tile::kConsumerRegisters>();
-    return compute_tile<__nv_bfloat16, Tile>(
-        ring.data, args, place, [&](Accumulators<Tile>& sums) {
-          if constexpr (Tile::kHasTileSums) {
-            consume_scaled<Tile>(ring, sum_scales, args, num_blocks, sums);
-          } else {
-            consume<Tile>(ring, args, num_blocks, sums);
-          }
-          if constexpr (Tile::kFormat == WeightFormat::kFp8 && !Tile::kHasTileSums) {
-            if (weights.scales.use == ScaleUse::kRowSums) {
-              scale_sums<Tile>(weights, args, place.first_column, sums);
-            }
-          }
-        });
+    return compute_tile<__nv_bfloat16, Tile>(ring.data, args, place, [&](Accumulators<Tile>& sums) {
+      if constexpr (Tile::kHasTileSums) {
+        consume_scaled<Tile>(ring, sum_scales, args, num_blocks, sums);
+      } else {
+        consume<Tile>(ring, args, num_blocks, sums);
+      }
+      if constexpr (Tile::kFormat == WeightFormat::kFp8 && !Tile::kHasTileSums) {
+        if (weights.scales.use == ScaleUse::kRowSums) {
+          scale_sums<Tile>(weights, args, place.first_column, sums);
+        }
+      }
+    });
   }
   if constexpr (Tile::kMovesRegisters) give_registers<Tile::kConverterRegisters>();
   if (thread < Tile::kFirstConverter) {

@@ -36,8 +36,8 @@ class UnitElements {
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
 #pragma unroll
     for (int32_t r = 0; r < Tile::kRowTiles; ++r) {
-      row_tiles_[r] = weights.row_tile_of<Tile::kWeights>(member * Tile::kRowTiles + r,
-                                                          first_column, up_row);
+      row_tiles_[r] =
+          weights.row_tile_of<Tile::kWeights>(member * Tile::kRowTiles + r, first_column, up_row);
       bytes_[r] = int64_t{row_tiles_[r] - row_tiles_[0]} * num_tiles_ * kTileBytes;
     }
     data_ = weights.data + int64_t{row_tiles_[0]} * num_tiles_ * kTileBytes + lane * 16;
@@ -323,8 +323,8 @@ class UnitReader<Tile, WeightFormat::kFp8> {
       for (int32_t step = 0; step < 4; ++step) {
         const uint4& two = from.elements[r][t][step / 2];
         uint32_t a[4];
-        PackedElements<WeightFormat::kFp8>::convert<kIsTwice>(
-            step % 2 == 0 ? two.x : two.z, step % 2 == 0 ? two.y : two.w, by, a);
+        PackedElements<WeightFormat::kFp8>::convert<kIsTwice>(step % 2 == 0 ? two.x : two.z,
+                                                              step % 2 == 0 ? two.y : two.w, by, a);
         place.store(r, t, step, a);
       }
     }

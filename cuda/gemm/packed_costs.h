@@ -19,8 +19,7 @@ struct TileTime {
 
   // The same of a product on `num_sms` multiprocessors, of which the busiest decides.
   [[nodiscard]] constexpr double of(int32_t n, int32_t rows, int32_t num_sms) const {
-    const int64_t tiles =
-        int64_t{(n + weights - 1) / weights} * ((rows + tokens - 1) / tokens);
+    const int64_t tiles = int64_t{(n + weights - 1) / weights} * ((rows + tokens - 1) / tokens);
     return us * static_cast<double>((tiles + num_sms - 1) / num_sms);
   }
 };
