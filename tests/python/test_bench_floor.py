@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -175,9 +177,14 @@ def best(measure: Callable[[], float]) -> float:
 
 @pytest.mark.serial
 def test_this_machine_reads_faster_from_its_caches() -> None:
-    in_cache, in_memory = (
-        best(lambda size=size: _core.measure_read_bandwidth(1, size)) for size in (1 << 16, 1 << 28)
-    )
+    """By turns, since the core may be another program's for longer than three measurements take."""
+    in_cache = in_memory = 0.0
+    end = time.monotonic() + 10
+    for turn in itertools.count():
+        in_cache = max(in_cache, _core.measure_read_bandwidth(1, 1 << 16))
+        in_memory = max(in_memory, _core.measure_read_bandwidth(1, 1 << 28))
+        if turn >= 2 and (in_cache > 1.2 * in_memory or time.monotonic() > end):
+            break
     assert in_cache > 1.2 * in_memory > 0
 
 
