@@ -12,7 +12,7 @@ namespace paceline::cuda {
 namespace {
 
 template <class Base, int32_t converters, bool has_tile_sums>
-using Fp8 = Converted<Base, WeightFormat::kFp8, converters, 2, 1, has_tile_sums>;
+using Fp8 = ConvertedTile<Base, WeightFormat::kFp8, converters, 2, 1, has_tile_sums>;
 
 template <bool has_tile_sums>
 void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {

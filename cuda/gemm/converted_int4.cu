@@ -18,7 +18,7 @@ namespace paceline::cuda {
 namespace {
 
 template <class Base, int32_t converters, int32_t ahead, int32_t blocks = 1>
-using Int4 = Converted<Base, WeightFormat::kInt4, converters, ahead, blocks>;
+using Int4 = ConvertedTile<Base, WeightFormat::kInt4, converters, ahead, blocks>;
 // The narrowest tile of many.
 using Narrow = Int4<WeightRows<1, 16, 2>, 4, 3, 3>;
 

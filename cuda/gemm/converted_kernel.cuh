@@ -24,15 +24,16 @@
 #include "gemm/gemm_kernel.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_weights.h"
+#include "gemm/row_scales.cuh"
 #include "gemm/wgmma.cuh"
 
 namespace paceline::cuda {
 
-// A tile of gemm_kernel.cuh whose weights of `format` are converted by `converters` warps,
-// `row_tiles` times 16 rows each. They read `ahead` units ahead. `blocks` of a multiprocessor must
-// have enough registers. has_tile_sums: as in ScaleUse.
-template <class Base, WeightFormat format, int32_t converters, int32_t row_tiles, int32_t ahead,
-          int32_t blocks = 1, bool has_tile_sums = false>
+// A tile of gemm_kernel.cuh whose weights of `format` are converted by `converters` warps, 16 rows
+// each. They read `ahead` units ahead. `blocks` of a multiprocessor must have enough registers.
+// has_tile_sums: as in ScaleUse.
+template <class Base, WeightFormat format, int32_t converters, int32_t ahead, int32_t blocks = 1,
+          bool has_tile_sums = false>
 struct ConvertedTile : Base {
   static constexpr bool kWeightsArrive = false;
   static constexpr WeightFormat kFormat = format;
@@ -41,15 +42,15 @@ struct ConvertedTile : Base {
   static constexpr int32_t kBlocks = blocks;
   static constexpr int32_t kAhead = ahead;
 
-  static constexpr int32_t kRowTiles = row_tiles;  // of a converter
-  // A team of converters has all rows of the tile. The teams take the units by turns.
-  static constexpr int32_t kTeam = Base::kWeights / kPackedRows / kRowTiles;
+  // A team of converters has all rows of the tile, a row tile each. The teams take the units by
+  // turns.
+  static constexpr int32_t kTeam = Base::kWeights / kPackedRows;
   static constexpr int32_t kTeams = converters / kTeam;
-  static_assert(Base::kWeights % (kPackedRows * kRowTiles) == 0 && converters % kTeam == 0);
+  static_assert(Base::kWeights % kPackedRows == 0 && converters % kTeam == 0);
 
   // A unit is what a team hands over at once: columns of the ring, which are packed tiles along k.
-  static_assert(Base::kDepth == kPackedColumns);
-  static constexpr int32_t kUnitTiles = Base::kSteps < 2 ? 1 : 2;
+  static_assert(Base::kDepth == kPackedColumns && Base::kSteps % 2 == 0);
+  static constexpr int32_t kUnitTiles = 2;
   static constexpr int32_t kUnits = Base::kSteps / kUnitTiles;  // of a stage
   // Stages from a unit of a team to its next one, which has the same place.
   static constexpr int32_t kStageStep = kTeams / kUnits;
@@ -72,12 +73,11 @@ struct ConvertedTile : Base {
 
   // Arrivals that fill a stage: the announcement of the tokens, and every converter's.
   static constexpr uint32_t kArrivals = 1 + kUnits * kTeam;
-  static constexpr int32_t kTileRows = Base::kWeights / kPackedRows;  // row tiles
 };
 
 // ScaleUse::kTileSums: the scales of the row tiles of every stage, in shared memory.
 template <class Tile>
-using SumScales = float[kMaxStages][Tile::kTileRows];
+using SumScales = float[kMaxStages][Tile::kTeam];
 
 // Fills the ring with weights; called by the warps that convert, `converter` being the number of
 // the calling one.
@@ -92,17 +92,17 @@ __device__ __forceinline__ void fill_with_weights(const Ring<Tile>& ring, const 
   const int32_t member = converter % Tile::kTeam;
   const int32_t num_units = num_blocks * Tile::kUnits;
   using Reader = UnitReader<Tile, Tile::kFormat>;
-  const Reader reader(weights, member, first_column, up_row);
+  const Reader reader(weights, weights.row_tile_of<Tile::kWeights>(member, first_column, up_row));
   typename Reader::Words ahead[kAhead];
   const int32_t first = converter / Tile::kTeam;
 #pragma unroll
   for (int32_t i = 0; i < kAhead; ++i) reader.read(first + i * kTeams, ahead[i]);
   const uint32_t data =
       shared_address(ring.data) +
-      static_cast<uint32_t>(member * Tile::kRowTiles * kPackedRows * 128 +
+      static_cast<uint32_t>(member * kPackedRows * 128 +
                             first % Tile::kUnits * Tile::kUnitTiles * Tile::kWeightBytes);
   const uint32_t scales =
-      shared_address(sum_scales) + static_cast<uint32_t>(member * Tile::kRowTiles * sizeof(float));
+      shared_address(sum_scales) + static_cast<uint32_t>(member * sizeof(float));
   const uint32_t full = shared_address(ring.full);
   const uint32_t empty = shared_address(ring.empty);
   int32_t stage = first / Tile::kUnits;
@@ -223,31 +223,21 @@ __device__ __forceinline__ void consume_scaled(const Ring<Tile>& ring,
   }
 }
 
-// ScaleUse::kRowSums: multiplies the sums by the scales of their rows of weights.
+// ScaleUse::kRowSums: multiplies the sums of the tile whose weights begin at `first_row` by the
+// scales of their rows; called by a warpgroup.
 template <class Tile>
-__device__ __forceinline__ void scale_sums(const PackedArgs& weights, const GemmArgs& args,
-                                           int32_t first_column, Accumulators<Tile>& sums) {
-  const auto* const table = reinterpret_cast<const float*>(weights.scales.scales);
+__device__ __forceinline__ void scale_sums(const PackedArgs& weights, int32_t first_row,
+                                           Accumulators<Tile>& sums) {
   const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
-  // Of row `of_tile` of a row tile of the block.
-  const auto scale_of = [&](int32_t row_tile, int32_t of_tile) {
-    const int32_t tile =
-        weights.row_tile_of<Tile::kWeights>(row_tile, first_column, args.gated.up_row);
-    const int32_t row = min(tile * kPackedRows + of_tile, weights.n - 1);
-    return __ldg(table + (row >> weights.scales.row_shift));
-  };
   if constexpr (Tile::kWeightsAreRows) {
     const auto row_tile = static_cast<int32_t>(threadIdx.x) / 32;
-    if (row_tile >= Tile::kTileRows) return;  // of a thin tile
-    const float by[2] = {scale_of(row_tile, lane / 4), scale_of(row_tile, lane / 4 + 8)};
-#pragma unroll
-    for (int32_t i = 0; i < Tile::kColumns / 2; ++i) sums[i] = __fmul_rn(by[i / 2 % 2], sums[i]);
+    scale_rows(weights, /*expert=*/0, first_row + row_tile * kPackedRows + lane / 4, sums);
   } else {
 #pragma unroll
     for (int32_t i = 0; i < Tile::kColumns / 2; ++i) {
       // Sums 4 j to 4 j + 3 are of columns 8 j + 2 (lane % 4) and the next one, for two rows each.
       const int32_t column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      sums[i] = __fmul_rn(scale_of(column / kPackedRows, column % kPackedRows), sums[i]);
+      sums[i] = __fmul_rn(row_scale(weights, /*expert=*/0, first_row + column), sums[i]);
     }
   }
 }
@@ -275,7 +265,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       }
       if constexpr (Tile::kFormat == WeightFormat::kFp8 && !Tile::kHasTileSums) {
         if (weights.scales.use == ScaleUse::kRowSums) {
-          scale_sums<Tile>(weights, args, place.first_column, sums);
+          scale_sums<Tile>(weights, place.first_column, sums);
         }
       }
     });

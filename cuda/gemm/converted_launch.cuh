@@ -64,10 +64,4 @@ void launch_cheapest_converted(CudaContext& ctx, const GemmParams& p, const Prod
   launch_cheapest(ctx, p, end, {converted_tile<Tiles>(ctx, p)...});
 }
 
-// A tile, the warps that convert its weights, the units ahead of each, the blocks of a
-// multiprocessor. A warp has 16 rows of weights.
-template <class Base, WeightFormat format, int32_t converters, int32_t ahead, int32_t blocks = 1,
-          bool has_tile_sums = false>
-using Converted = ConvertedTile<Base, format, converters, 1, ahead, blocks, has_tile_sums>;
-
 }  // namespace paceline::cuda

@@ -12,7 +12,7 @@ namespace paceline::cuda {
 namespace {
 
 template <class Base, int32_t converters, int32_t ahead, int32_t blocks = 1>
-using Nvfp4 = Converted<Base, WeightFormat::kNvfp4, converters, ahead, blocks>;
+using Nvfp4 = ConvertedTile<Base, WeightFormat::kNvfp4, converters, ahead, blocks>;
 // The narrowest tile of many.
 using Narrow = Nvfp4<WeightRows<1, 16, 2>, 4, 2, 3>;
 

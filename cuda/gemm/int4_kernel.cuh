@@ -206,7 +206,7 @@ __device__ __forceinline__ void multiply_codes(const TileWords<Shape>& now,
 #pragma unroll
     for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
       const uint4& w = now.words[r];
-      const uint32_t word = step == 0 ? w.x : step == 1 ? w.y : step == 2 ? w.z : w.w;
+      const uint32_t word = word_of_step(w, step);
       uint32_t a[4];
       convert_int4<Shape::kIsFloat16>(word, by[r][step / 2], a);
       if constexpr (kHasPairs) {

@@ -75,7 +75,7 @@ __device__ __forceinline__ void convert_step(const uint4 (&words)[LaneGroup<Shap
                                              uint32_t (&a)[4]) {
   if constexpr (Shape::kFormat == WeightFormat::kMxfp4) {
     const uint4& w = words[0];
-    const uint32_t word = step == 0 ? w.x : step == 1 ? w.y : step == 2 ? w.z : w.w;
+    const uint32_t word = word_of_step(w, step);
     PackedElements<WeightFormat::kMxfp4>::convert<kIsTwice>(word, by[step / 2], a);
   } else {
     const uint4& w = words[step / 2];

@@ -45,6 +45,11 @@ __device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
   return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 
+// Of a lane's four words of four-bit elements, that of a step of 16 columns.
+__device__ __forceinline__ uint32_t word_of_step(const uint4& words, int32_t step) {
+  return step == 0 ? words.x : step == 1 ? words.y : step == 2 ? words.z : words.w;
+}
+
 template <WeightFormat format>
 struct PackedElements;
 

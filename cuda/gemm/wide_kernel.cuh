@@ -19,6 +19,7 @@
 #include "elementwise/gate_up.cuh"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/gemm_epilogue.cuh"
+#include "gemm/row_scales.cuh"
 #include "gemm/wgmma.cuh"
 #include "gemm/wgmma_products.cuh"
 #include "gemm/wide_operand.cuh"
@@ -127,21 +128,6 @@ __device__ __forceinline__ void multiply_stages(const PackedArgs& args, const Wi
     wgmma_wait<0>();
     pin(sums);
   }
-}
-
-// ScaleUse::kRowSums: multiplies the sums by the scales of their rows of weights.
-template <int32_t kCount>
-__device__ __forceinline__ void scale_rows(const PackedArgs& args, int32_t expert, int32_t row,
-                                           float (&sums)[kCount]) {
-  const auto* const table =
-      reinterpret_cast<const float*>(args.scales.scales + expert * args.scales.expert_stride);
-  const auto scale_of = [&](int32_t of) {
-    return __ldg(table +
-                 int64_t{min(of, args.n - 1) >> args.scales.row_shift} * args.scales.columns);
-  };
-  const float by[2] = {scale_of(row), scale_of(row + 8)};
-#pragma unroll
-  for (int32_t j = 0; j < kCount; ++j) sums[j] = __fmul_rn(by[j / 2 % 2], sums[j]);
 }
 
 // Writes the activation of a staged tile whose columns are gate and up by turns. Call it after all

@@ -104,7 +104,7 @@ class StageOperand {
                                              step % 2 == 0 ? two.y : two.w, by, to);
       } else {
         const uint4& four = pieces_[0];
-        const uint32_t word = step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w;
+        const uint32_t word = word_of_step(four, step);
         Elements::template convert<kIsTwice>(word, by, to);
       }
 #pragma unroll
@@ -123,7 +123,7 @@ class StageOperand {
     const uint4& four = pieces_[0];
 #pragma unroll
     for (int32_t step = 0; step < 4; ++step) {
-      const uint32_t word = step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w;
+      const uint32_t word = word_of_step(four, step);
       uint32_t to[4];
       convert_int4<kIsFloat16>(word, by[step / 2], to);
 #pragma unroll
@@ -138,7 +138,7 @@ class StageOperand {
     const uint4& four = pieces_[0];
 #pragma unroll
     for (int32_t step = 0; step < 4; ++step) {
-      const uint32_t word = step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w;
+      const uint32_t word = word_of_step(four, step);
       const uint2 line = load_shared_8(
           scales_[0] + static_cast<uint32_t>(part * kPackedNvfp4ScaleBytes + step * 8));
       uint32_t to[4];
