@@ -38,7 +38,8 @@ void latent_attention(CudaContext& ctx, const LatentAttentionParams& latent) {
                             .row_indptr = latent.row_indptr,
                             .max_seqs = latent.max_seqs,
                             .max_rows_per_seq = latent.max_rows_per_seq,
-                            .kv_inputs = KvInputs::kNone};
+                            .kv_inputs = KvInputs::kNone,
+                            .reads_early = latent.reads_early};
   cuda::check_attention_params(p);
   // The shape of DeepSeek-V3 and of what follows it. The plain kernel serves any other: correct,
   // but not fast.

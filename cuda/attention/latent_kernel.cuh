@@ -323,7 +323,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   barrier_init_fence();
   __syncthreads();
   let_successor_start();
-  wait_for_predecessor();
+  // Copiers need not wait for the queries that the predecessor makes.
+  if (!p.reads_early) wait_for_predecessor();
 
   RingPlace<S> place;
   // Goes through this block's tiles; all threads call it.
@@ -331,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     auto next = static_cast<int32_t>(blockIdx.x);
     while (next < plan.num_tiles) {
       // Early, as the way to the first entry is a chain of latencies.
-      const int32_t num_rows = min(*p.num_rows, p.max_rows);
+      const int32_t num_rows = min(__ldcg(p.num_rows), p.max_rows);
       Tile of_next;
       if (find_tile(p, plan, S::kRows, next, &of_next)) {
         sync_threads<kThreads>(kBlockBarrier);  // the tile before is no longer read
@@ -356,6 +357,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   // The queries are loaded by all consumers.
   const auto begin_tile = [&] {
+    wait_for_predecessor();
     load_queries<S>(p, rows, shared_address(memory));
     sync_threads<kConsumers>(kConsumerBarrier);
     return TileWork<S>{.p = p, .plan = plan, .tile = tile, .rows = rows, .memory = memory};
@@ -382,6 +384,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
       }
       // No row sees anything.
+      wait_for_predecessor();
       for (int32_t i = thread_here(); i < S::kRows * (kRank / 8); i += kAdders) {
         const int32_t packed = i / (kRank / 8);
         if (rows.index[packed] < 0) continue;
@@ -390,6 +393,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     });
   }
+  wait_for_predecessor();  // also where there was nothing to do
 }
 
 }  // namespace paceline::cuda::latent

@@ -83,7 +83,7 @@ __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Blo
   // The block of the thread's entry of a chunk; read a chunk ahead, since memory takes long.
   const auto block_of = [&](const ChunkWalk& walk) {
     const int32_t key = walk.chunk * kChunk + thread;
-    return !walk.is_over(work) && key < tile.end ? blocks[key / p.kv.block_size] : -1;
+    return !walk.is_over(work) && key < tile.end ? __ldcg(blocks + key / p.kv.block_size) : -1;
   };
   ChunkWalk walk(work);
   int32_t block = block_of(walk);

@@ -149,12 +149,12 @@ struct BlockTile {
 // The tile `at` of the batch; false: there is none. Every thread of a warp calls it.
 __device__ __forceinline__ bool find_tile(const PagedAttentionParams& p, const Plan& plan,
                                           int32_t rows, int32_t at, Tile* tile) {
-  const int32_t num_rows = min(*p.num_rows, p.max_rows);
+  const int32_t num_rows = min(__ldcg(p.num_rows), p.max_rows);
   if (p.row_indptr == nullptr) {
     *tile = {.first_row = at / plan.tiles_per_seq, .num_rows = 1, .index = at % plan.tiles_per_seq};
     return tile->first_row < num_rows;
   }
-  const int32_t num_seqs = min(*p.num_seqs, p.max_seqs);
+  const int32_t num_seqs = min(__ldcg(p.num_seqs), p.max_seqs);
   if (plan.tiles_per_seq > 1) {
     // Later tiles of a prompt see more keys and take longer, so they go first.
     return paged::find_tile(p.row_indptr, num_seqs, p.num_qo_heads, rows, plan.num_tiles - 1 - at,
@@ -162,8 +162,8 @@ __device__ __forceinline__ bool find_tile(const PagedAttentionParams& p, const P
   }
   // Loads come before the branch on another one: the way to the first entry is a chain of
   // latencies.
-  const int32_t first = p.row_indptr[at];
-  const int32_t end = p.row_indptr[at + 1];
+  const int32_t first = __ldcg(p.row_indptr + at);
+  const int32_t end = __ldcg(p.row_indptr + at + 1);
   *tile = {.first_row = first, .num_rows = end - first, .index = 0};
   return at < num_seqs && end > first;
 }

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
   const WarpResults<S> results = {.max = warp_max, .sum = warp_sum};
 
   let_successor_start();
-  wait_for_predecessor();
+  if (!p.reads_early) wait_for_predecessor();
 
   // Computed here and not by a function, because the compiler then allocates more registers.
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
 
   // Loads that do not depend on each other come before the branches on them: the path from here to
   // the first key is a chain of latencies.
-  const int32_t num_rows = min(*p.num_rows, p.max_rows);
+  const int32_t num_rows = min(__ldcg(p.num_rows), p.max_rows);
   Tile tile;
   if (p.row_indptr == nullptr) {
     tile = {.first_row = static_cast<int32_t>(blockIdx.x), .num_rows = 1, .index = 0};
@@ -84,24 +84,25 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
       tile.first_row = static_cast<int32_t>(blockIdx.x) / plan.tiles_per_seq;
       tile.index = static_cast<int32_t>(blockIdx.x) % plan.tiles_per_seq;
     }
-    if (tile.first_row >= num_rows) return;
+    if (tile.first_row >= num_rows) return wait_for_predecessor();
   } else {
-    const int32_t num_seqs = min(*p.num_seqs, p.max_seqs);
+    const int32_t num_seqs = min(__ldcg(p.num_seqs), p.max_seqs);
     if (plan.tiles_per_seq == 1) {
       const int32_t seq = static_cast<int32_t>(blockIdx.x);  // below max_seqs
-      const int32_t first_row = p.row_indptr[seq];
-      const int32_t end_row = p.row_indptr[seq + 1];
-      if (seq >= num_seqs || end_row - first_row > plan.max_seq_rows) return;
+      const int32_t first_row = __ldcg(p.row_indptr + seq);
+      const int32_t end_row = __ldcg(p.row_indptr + seq + 1);
+      if (seq >= num_seqs || end_row - first_row > plan.max_seq_rows) return wait_for_predecessor();
       tile = {.first_row = first_row, .num_rows = end_row - first_row, .index = 0};
     } else {
       // Later tiles of a prompt see more keys and take longer, so they go first.
       const int32_t index = static_cast<int32_t>(gridDim.x - 1 - blockIdx.x);
       if (!find_tile(p.row_indptr, num_seqs, heads_per_group, S::kRows, index, &tile, 0,
-                     plan.max_seq_rows))
-        return;
+                     plan.max_seq_rows)) {
+        return wait_for_predecessor();
+      }
     }
   }
-  if (tile.index * S::kRows >= tile.num_rows * heads_per_group) return;
+  if (tile.index * S::kRows >= tile.num_rows * heads_per_group) return wait_for_predecessor();
   const TileKeys keys = read_rows<S>(p, tile, num_rows, heads_per_group, rows);
   const TileOutput<S> output = {
       .p = p, .kv_head = kv_head, .heads_per_group = heads_per_group, .rows = rows};
@@ -109,16 +110,26 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
   if constexpr (!S::kMaySplit) chunks.num_splits = 1;
   // Blocks of a cluster leave together, or else stay for its barriers even without a chunk.
   const int32_t cluster_rank = chunks.split % plan.cluster_blocks;
-  if (chunks.num_splits == 1 ? chunks.split > 0 : chunks.split - cluster_rank >= chunks.num_splits)
+  if (chunks.num_splits == 1 ? chunks.split > 0
+                             : chunks.split - cluster_rank >= chunks.num_splits) {
+    return wait_for_predecessor();
+  }
+  if (keys.begin >= keys.end) {
+    wait_for_predecessor();
+    if (chunks.split == 0) output.zero_inert_rows();
     return;
-  if (chunks.split == 0) output.zero_inert_rows();
-  if (keys.begin >= keys.end) return;
+  }
 
   const uint32_t stages = shared_address(shared);
   const uint32_t q_shared = stages + S::kQOffset;
   const uint32_t p_shared = stages + S::kPOffset;
+  // Keys before the rows' own are in the cache, whatever the predecessor still does.
+  const bool has_old = p.reads_early && p.row_indptr != nullptr;
+  SliceRing<S> ring(p, keys, chunks, stages, has_old ? keys.end - tile.num_rows : 0);
+  wait_for_predecessor();
+  if (chunks.split == 0) output.zero_inert_rows();
   load_queries<S>(p, kv_head, heads_per_group, rows, q_shared);
-  SliceRing<S> ring(p, keys, chunks, stages);
+  ring.fill();
 
   PerRow<S, float> running_max;
   PerRow<S, float> running_sum;

@@ -36,6 +36,10 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int3
   }
 }
 
+// Of the keys of a chunk: all, those that were in the cache before the rows of the launch were
+// appended, or the others.
+enum class Keys : uint8_t { kAll, kOld, kNew };
+
 // Copies slices of K and V to the ring. Each lane holds the location of one of its warp's 32 keys.
 template <int kSliceUnits>
 class SliceLoader {
@@ -58,7 +62,7 @@ class SliceLoader {
     next_block_ = -1;
     if (key >= begin_ && key < end_) {
       const int32_t index = key / block_size_;
-      next_block_ = blocks_[index];
+      next_block_ = __ldcg(blocks_ + index);
       next_in_block_ = key - index * block_size_;
     }
   }
@@ -68,8 +72,9 @@ class SliceLoader {
     offset_ = next_block_ < 0 ? -1 : next_block_ * block_bytes_ + next_in_block_ * token_bytes_;
   }
 
-  // Copies this warp's keys of one slice; `at` is the byte offset of K or V in the block plus that
-  // of the slice in the key. Neighbouring lanes take neighbouring units of a key.
+  // Copies keys of this warp, of one slice; `at` is the byte offset of K or V in the block plus
+  // that of the slice in the key. Neighbouring lanes take neighbouring units of a key.
+  template <Keys kKeys>
   __device__ __forceinline__ void copy(uint32_t to, int64_t at) const {
     constexpr int32_t kKeysAtOnce = 32 / kSliceUnits;
     const int32_t unit = lane_ % kSliceUnits;
@@ -79,10 +84,18 @@ class SliceLoader {
       const int32_t key = i + lane_ / kSliceUnits;
       const int64_t offset = __shfl_sync(kFullWarp, offset_, key);
       const bool is_live = offset >= 0;
-      cp_async_16(to + swizzled(warp_ * kWarpKeys + key, unit, kSliceUnits),
-                  is_live ? from + offset : base_, is_live);
+      if (kKeys == Keys::kAll || (key < num_old_) == (kKeys == Keys::kOld)) {
+        cp_async_16(to + swizzled(warp_ * kWarpKeys + key, unit, kSliceUnits),
+                    is_live ? from + offset : base_, is_live);
+      }
     }
   }
+
+  // Of this warp's keys in the chunk looked up last, those before position `end` are old.
+  __device__ __forceinline__ void set_old(int32_t chunk, int32_t end) {
+    num_old_ = min(max(end - (chunk * kChunk + warp_ * kWarpKeys), 0), kWarpKeys);
+  }
+  __device__ __forceinline__ int32_t num_old() const { return num_old_; }
 
  private:
   const std::byte* base_;  // of the KV head in block 0, without K's or V's offset
@@ -97,15 +110,17 @@ class SliceLoader {
   int64_t offset_ = -1;  // of this lane's key, -1: not to be read
   int64_t next_block_ = -1;
   int32_t next_in_block_ = 0;
+  int32_t num_old_ = 0;
 };
 
 // The ring of slices. Its items are, chunk by chunk, the K slices and then the V slices; item i is
-// in cp.async group i.
+// in cp.async group i. The first items are requested in two parts: old keys and values (before
+// position old_end) when the ring is made, and the others by fill().
 template <class S>
 class SliceRing {
  public:
   __device__ __forceinline__ SliceRing(const PagedAttentionParams& p, const TileKeys& keys,
-                                       const Chunks& chunks, uint32_t stages)
+                                       const Chunks& chunks, uint32_t stages, int32_t old_end)
       : loader_(p, static_cast<int32_t>(blockIdx.y),
                 p.block_table + keys.seq_slot * p.block_table_stride, keys.begin, keys.end),
         kv_(p.kv),
@@ -114,8 +129,32 @@ class SliceRing {
         chunk_step_(chunks.num_splits),
         load_chunk_(chunks.first + chunks.split) {
     loader_.look_up(load_chunk_);
+    if constexpr (S::kReadsAhead) {
+      loader_.enter();
+      loader_.set_old(load_chunk_, old_end);
+      if (loader_.num_old() == 0) return;
 #pragma unroll
-    for (int32_t i = 0; i < S::kStages - 1; ++i) load_next();
+      for (int32_t i = 0; i < kAhead; ++i) copy_item<Keys::kOld>(i, i);
+    }
+  }
+
+  // Requests the rest of the first items. To be called once, after wait_for_predecessor().
+  __device__ __forceinline__ void fill() {
+    if constexpr (S::kReadsAhead) {
+      const bool has_new = loader_.num_old() < kWarpKeys && load_chunk_ < end_chunk_;
+      loader_.look_up(load_chunk_ + chunk_step_);
+#pragma unroll
+      for (int32_t i = 0; i < kAhead; ++i) {
+        if (has_new) copy_item<Keys::kNew>(i, i);
+        cp_async_commit();
+      }
+      load_stage_ = kAhead;
+      load_item_ = kAhead % kItems;
+      if (load_item_ == 0) load_chunk_ += chunk_step_;
+    } else {
+#pragma unroll
+      for (int32_t i = 0; i < kAhead; ++i) load_next();
+    }
   }
 
   // Waits for the next item and returns its address. Its barrier is after all threads' reads of the
@@ -130,17 +169,27 @@ class SliceRing {
   }
 
  private:
+  static constexpr int32_t kItems = 2 * S::kSlices;  // of a chunk
+  static constexpr int32_t kAhead = S::kStages - 1;
+  static_assert(kAhead <= kItems, "the first items are of one chunk");
+
+  template <Keys kKeys>
+  __device__ __forceinline__ void copy_item(int32_t item, uint32_t stage) const {
+    const bool is_value = item >= S::kSlices;
+    const int32_t slice = is_value ? item - S::kSlices : item;
+    loader_.template copy<kKeys>(
+        stages_ + stage * S::kSliceBytes,
+        (is_value ? kv_.v_offset : kv_.k_offset) + slice * (S::kSlice * 2));
+  }
+
   __device__ __forceinline__ void load_next() {
     if (load_chunk_ < end_chunk_) {
       if (load_item_ == 0) {
         loader_.enter();
         loader_.look_up(load_chunk_ + chunk_step_);
       }
-      const bool is_value = load_item_ >= S::kSlices;
-      const int32_t slice = is_value ? load_item_ - S::kSlices : load_item_;
-      loader_.copy(stages_ + load_stage_ * S::kSliceBytes,
-                   (is_value ? kv_.v_offset : kv_.k_offset) + slice * (S::kSlice * 2));
-      if (++load_item_ == 2 * S::kSlices) {
+      copy_item<Keys::kAll>(load_item_, load_stage_);
+      if (++load_item_ == kItems) {
         load_item_ = 0;
         load_chunk_ += chunk_step_;
       }

@@ -57,8 +57,8 @@ __device__ __forceinline__ bool find_tile(const int32_t* row_indptr, int32_t num
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   for (int32_t first_seq = 0; first_seq < num_seqs; first_seq += 32) {
     const int32_t seq = first_seq + lane;
-    const int32_t row = seq < num_seqs ? row_indptr[seq] : 0;
-    const int32_t rows = seq < num_seqs ? row_indptr[seq + 1] - row : 0;
+    const int32_t row = seq < num_seqs ? __ldcg(row_indptr + seq) : 0;
+    const int32_t rows = seq < num_seqs ? __ldcg(row_indptr + seq + 1) - row : 0;
     const bool is_listed = rows >= min_rows && rows <= max_rows;
     const int32_t tiles = is_listed ? (rows * heads_per_group + tile_rows - 1) / tile_rows : 0;
     int32_t end = tiles;  // of this sequence's tiles among those of the 32 sequences
@@ -97,9 +97,9 @@ __device__ __forceinline__ TileKeys read_rows_by_warp(const PagedAttentionParams
     int32_t begin = 0;
     int32_t end = 0;
     if (exists) {
-      const int32_t seq_slot = p.seq_slot[row];
-      end = p.kv_end[row];
-      if (p.kv_begin != nullptr) begin = max(p.kv_begin[row], 0);
+      const int32_t seq_slot = __ldcg(p.seq_slot + row);
+      end = __ldcg(p.kv_end + row);
+      if (p.kv_begin != nullptr) begin = max(__ldcg(p.kv_begin + row), 0);
       if (seq_slot < 0 || begin >= end) {
         begin = 0;
         end = 0;

@@ -45,6 +45,9 @@ struct Shape {
   static constexpr int32_t kWarpColumnTiles = kWarpColumns / 8;
   static constexpr bool kIsLong = ring == Ring::kLong;
   static constexpr bool kMaySplit = ring != Ring::kThin;  // the chunks of a tile, over blocks
+  // Whether old keys may be read before the predecessor has ended. Where four blocks share the
+  // registers, two tiles of rows leave none for it.
+  static constexpr bool kReadsAhead = kMaySplit || kMTiles == 1;
   // One stage is in use, and the others are in flight.
   static constexpr bool kHasThirdStage =
       (kHeadDim == 64 && (kMaySplit || kMTiles == 1)) || (kHeadDim == 256 && kMTiles == 1);

@@ -7,7 +7,8 @@
 // dependent launches: a kernel may start while its predecessor still runs. Hence two rules for
 // every kernel, without exception:
 //   1. Every thread calls `wait_for_predecessor()` before it touches memory that an earlier kernel
-//      writes or reads, but for constants (weights, tables) and what expert_kernel.cuh explains.
+//      writes or reads, but for constants (weights, tables) and what expert_kernel.cuh and
+//      delays_successor (GemmParams) explain.
 //   2. A kernel calls `let_successor_start()` as early as possible. The call orders no memory: the
 //      successor's own wait still waits for this kernel to complete.
 // A kernel that returns early calls wait_for_predecessor() first, too.
@@ -20,24 +21,13 @@
 #include <utility>
 
 #include "common/device_scope.h"
+#include "common/early_start.cuh"
 #include "common/kernel_trace.h"
 #include "common/status.h"
 #include "device/cuda_context.h"
 #include "device/cuda_support.h"
 
 namespace paceline::cuda {
-
-__device__ __forceinline__ void wait_for_predecessor() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_successor_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // Enqueues kernel(args...) on the context's stream, with neighbouring blocks in clusters. An empty
 // grid launches nothing.

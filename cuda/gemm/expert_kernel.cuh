@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // product behind them that has the same expert_begin, and any kernel between the two, starts when
   // it is complete, and reads it before its own predecessor has ended.
   const bool is_early = !is_mixture || args.follows_product;
-  if (is_early) let_successor_start();
+  if (is_early && !args.rows.delays_successor) let_successor_start();
 
   TileWalk walk = {.args = args,
                    .tile_tokens = Shape::kTokens,

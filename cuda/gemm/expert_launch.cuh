@@ -26,7 +26,8 @@ inline ExpertRows expert_rows(const ExpertGemmParams& p, const ProductCall& call
           .num_rows = call.num_rows,
           .num_experts = p.weight.num_experts,
           .max_rows = p.max_rows,
-          .column_tiles = (p.weight.first.n + tile_weights - 1) / tile_weights};
+          .column_tiles = (p.weight.first.n + tile_weights - 1) / tile_weights,
+          .delays_successor = call.delays_successor};
 }
 
 inline ScaleArgs scale_args(const ExpertMatrices& matrices) {

@@ -20,6 +20,7 @@ struct ProductCall {
   // Of experts of kMxfp4 whose rows are gate and up by turns, or of bfloat16 with gate and up in
   // halves: y gets the activation of the product. Null: the product.
   const GatedActivationParams* activation = nullptr;
+  bool delays_successor = false;  // as in GemmParams
 };
 
 // Launches the kernel for the format and dtype of the weights.

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/early_start.cuh"
 #include "common/reduce.cuh"
 
 namespace paceline::cuda {
@@ -22,6 +23,7 @@ struct ExpertRows {
   int32_t num_experts;
   int32_t max_rows;
   int32_t column_tiles;
+  bool delays_successor = false;  // as in GemmParams; without expert_begin
 };
 
 struct ExpertTile {
@@ -105,6 +107,7 @@ template <bool kIsEarly = false>
 __device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t tile_rows,
                                                 int32_t block = static_cast<int32_t>(blockIdx.x)) {
   if (rows.expert_begin == nullptr) {
+    if (rows.delays_successor) let_successor_start();  // the caller has waited
     const int32_t row_tiles = (rows.max_rows + tile_rows - 1) / tile_rows;
     const int32_t first_row = block % row_tiles * tile_rows;
     const int32_t num_rows = min(*rows.num_rows, rows.max_rows) - first_row;

@@ -74,7 +74,7 @@ __global__ void float_gemm_kernel(const ExpertRows rows, const FloatWeights w,
                                   int64_t y_stride) {
   __shared__ float x_tile[kSide][kSide];
   __shared__ float w_tile[kSide][kSide + 1];
-  let_successor_start();
+  if (!rows.delays_successor) let_successor_start();
   wait_for_predecessor();
   const ExpertTile tile = find_tile(rows, kSide);
   if (tile.num_rows == 0) return;

@@ -90,7 +90,9 @@ ExpertGemmParams one_expert(const GemmParams& p) {
 void launch_own(CudaContext& ctx, const GemmParams& p, const ProductEnd& end = {}) {
   if (takes_converted(ctx, p)) return launch_converted(ctx, p, end);
   if (ctx.is_portable) {
-    return launch_portable_gemm(ctx, one_expert(p), {.num_rows = p.num_rows}, end.activation);
+    return launch_portable_gemm(ctx, one_expert(p),
+                                {.num_rows = p.num_rows, .delays_successor = p.delays_successor},
+                                end.activation);
   }
   launch_tiles(ctx, p, end);
 }
@@ -143,7 +145,8 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
   cuda::label(ctx, p);
   if (cuda::takes_converted(ctx, p)) return cuda::launch_converted(ctx, p);
   if (p.weight.dtype == DType::kFloat32 || p.weight.format != WeightFormat::kPlain) {
-    return cuda::launch_any_format(ctx, cuda::one_expert(p), {.num_rows = p.num_rows});
+    return cuda::launch_any_format(
+        ctx, cuda::one_expert(p), {.num_rows = p.num_rows, .delays_successor = p.delays_successor});
   }
   PACELINE_CHECK(p.weight.dtype == DType::kBFloat16, "products are of float32 or bfloat16");
   cuda::check_strides(p);

@@ -36,6 +36,7 @@ struct GemmArgs {
   // [max_rows, n], or null: y is added to it, and not written. Tiles of at most kMaxAddedTokens
   // tokens do it, with outputs of bfloat16.
   float* residual = nullptr;
+  bool delays_successor = false;  // as in GemmParams
 };
 inline constexpr int32_t kMaxAddedTokens = 16;
 

@@ -197,6 +197,7 @@ __device__ __forceinline__ void compute_tile(std::byte* staging, const GemmArgs&
   // Tokens arrive behind the predecessor only, so waiting here costs nothing, and the number of
   // rows is there when it is needed.
   wait_for_predecessor();
+  if (args.delays_successor) let_successor_start();
   const int32_t num_rows = min(*args.num_rows, args.max_rows);
   const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
   const int32_t num_columns = min(args.n - first_column, columns_of<Tile>(args));
@@ -267,7 +268,7 @@ __device__ __forceinline__ Ring<Tile> begin_ring(std::byte* storage, uint64_t* f
     barrier_init_fence();
   }
   __syncthreads();
-  let_successor_start();
+  if (!args.delays_successor) let_successor_start();
   return {// Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
           .data = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(storage) + 1023) &
                                                ~uintptr_t{1023}),

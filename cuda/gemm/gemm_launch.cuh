@@ -107,7 +107,8 @@ TileLaunch tile_launch(const GemmParams& p, int32_t ring_bytes, const ProductEnd
                                     .alpha = activation->alpha,
                                     .limit = activation->limit}
                         : GatedRows{},
-      .residual = end.residual};
+      .residual = end.residual,
+      .delays_successor = p.delays_successor};
   const dim3 grid((p.max_rows + block_tokens - 1) / block_tokens,
                   (n + tile_columns - 1) / tile_columns);
   return {args, grid, shared_bytes, tile_columns};

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  let_successor_start();
+  if (!args.rows.delays_successor) let_successor_start();
 
   if (thread >= Shape::kConsumers) {
     if constexpr (Shape::kMovesRegisters) give_registers<Shape::kProducerRegisters>();

@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   // As in expert_kernel.cuh: what follows a mixture's blocks starts when they have waited for
   // expert_begin, so that a product behind them may read it before its own predecessor has ended.
   const bool is_early = !is_mixture || args.follows_product;
-  if (is_early) let_successor_start();
+  if (is_early && !args.rows.delays_successor) let_successor_start();
   ExpertTile tile = {.expert = 0,
                      .column_tile = column_tile_of(args.rows, Shape::kTokens),
                      .first_row = 0,

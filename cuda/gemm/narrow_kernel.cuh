@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const uint32_t weights_at =
       tokens_at + static_cast<uint32_t>(Shape::kTokensBytes + warp * Shape::kWarpBytes);
   const bool is_mixture = args.rows.expert_begin != nullptr;
-  let_successor_start();
+  if (!args.rows.delays_successor) let_successor_start();
   ExpertTile tile = {.expert = 0,
                      .column_tile = column_tile_of(args.rows, Shape::kTokens),
                      .first_row = 0,

@@ -53,7 +53,8 @@ void launch_shape(CudaContext& ctx, const NormedGemmParams& p) {
                                              .activation = p.activation.activation,
                                              .alpha = p.activation.alpha,
                                              .limit = p.activation.limit}
-                                 : GatedRows{}},
+                                 : GatedRows{},
+               .delays_successor = product.delays_successor},
       .norm = {.x = static_cast<const float*>(p.norm.x),
                .weight = p.norm.weight,
                .weight_offset = p.norm.weight_offset,

@@ -187,13 +187,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  let_successor_start();
+  if (!gemm.delays_successor) let_successor_start();
 
   if (thread >= Shape::kNormThreads) {
     if (thread == Shape::kNormThreads) request_tiles<Shape>(ring, &weight_map, args, num_blocks);
     return;
   }
   normalise_row<Shape>(args.norm, gemm.k, shared_address(rows), partials);
+  if (gemm.delays_successor) let_successor_start();  // the norm has waited
   if (thread >= Shape::kConsumers) return;
 
   const int32_t num_rows = min(*gemm.num_rows, gemm.max_rows);

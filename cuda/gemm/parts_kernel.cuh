@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const uint32_t tokens_at = shared_address(packed_storage);
   const uint32_t weights_at =
       tokens_at + static_cast<uint32_t>(Shape::kTokensBytes + warp * Shape::kWarpBytes);
-  let_successor_start();
+  if (!args.rows.delays_successor) let_successor_start();
   const int32_t first_row = column_tile_of(args.rows, Shape::kTokens) * Shape::kRows;
   LaneWeights<Shape> weights(args, 0, first_row, weights_at, warp);
   const int32_t num_tiles = weights.num_tiles();

@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(Shape::kThreads) gemm_kernel(const __grid_cons
   // As in expert_kernel.cuh: blocks of a mixture let their successors start only when they have
   // waited for expert_begin.
   const bool knows_weights = !is_mixture || args.follows_product;
-  if (knows_weights) let_successor_start();
+  if (knows_weights && !args.rows.delays_successor) let_successor_start();
 
   ExpertTile tile = {.expert = 0,
                      .column_tile = column_tile_of(args.rows, Shape::kTokens),

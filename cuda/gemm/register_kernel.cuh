@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (thread < Tile::kRowTiles) barrier_init(&sums_given[thread], 1);
   barrier_init_fence();
   __syncthreads();
-  let_successor_start();
+  if (!args.delays_successor) let_successor_start();
   const TilePlace place = place_of<Tile>(args);
   // Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
   std::byte* const tokens = reinterpret_cast<std::byte*>(

@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   }
   __syncthreads();
-  let_successor_start();
+  if (!args.rows.delays_successor) let_successor_start();
   const int32_t first_row = column_tile_of(args.rows, Shape::kTokens) * Shape::kRows;
   if (warp < Shape::kConverters) {
     convert_weights<Shape>(args, first_row, warp, shared, barriers);

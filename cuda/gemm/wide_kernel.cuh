@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   __syncthreads();
   // As in expert_kernel.cuh.
   const bool is_early = !is_mixture || args.follows_product;
-  if (is_early) let_successor_start();
+  if (is_early && !args.rows.delays_successor) let_successor_start();
 
   ExpertTile tile = {.expert = 0,
                      .column_tile = column_tile_of(args.rows, Shape::kTokens),

@@ -114,22 +114,16 @@ __global__ void __launch_bounds__(kWarps * 32)
     lanes.load(weight, low_weight);
     lanes.load(weight + half, high_weight);
   }
-  wait_for_predecessor();
-  if (head >= num_heads) return;
+  if (!p.reads_early) wait_for_predecessor();
+  if (head >= num_heads) return wait_for_predecessor();
 
-  // Start with all loads that depend on no other load, even if the row turns out not to exist.
-  const int32_t source = is_v && p.kv_inputs == KvInputs::kKeys ? head - p.num_kv_heads : head;
-  T* const qkv = static_cast<T*>(p.qkv) + (int64_t{row} * row_heads + source) * (2 * half);
-  const int32_t num_rows = *p.num_rows;
-  const int32_t position = p.positions[row] + p.position_offset;
-  const int64_t slot = p.kv_inputs == KvInputs::kNone ? 0 : p.slot_mapping[row];
-  float low[kPairs];
-  float high[kPairs];
-  lanes.load(qkv, low);
-  lanes.load(qkv + half, high);
-  if (row >= num_rows) return;
+  // Loads that depend on no other load, even if the row turns out not to exist. Past L1, which may
+  // have what an earlier kernel read.
+  const int32_t num_rows = __ldcg(p.num_rows);
+  const int32_t position = __ldcg(p.positions + row) + p.position_offset;
+  const int64_t slot = p.kv_inputs == KvInputs::kNone ? 0 : __ldcg(p.slot_mapping + row);
   // Skip the null block: no kernel reads it, and rows would race on it.
-  if (!is_q && slot < p.kv.block_size) return;
+  if (row >= num_rows || (!is_q && slot < p.kv.block_size)) return wait_for_predecessor();
 
   float cos[kPairs];
   float sin[kPairs];
@@ -137,6 +131,13 @@ __global__ void __launch_bounds__(kWarps * 32)
     lanes.load(p.rope_cos + int64_t{position} * half, cos);
     lanes.load(p.rope_sin + int64_t{position} * half, sin);
   }
+  wait_for_predecessor();
+  const int32_t source = is_v && p.kv_inputs == KvInputs::kKeys ? head - p.num_kv_heads : head;
+  T* const qkv = static_cast<T*>(p.qkv) + (int64_t{row} * row_heads + source) * (2 * half);
+  float low[kPairs];
+  float high[kPairs];
+  lanes.load(qkv, low);
+  lanes.load(qkv + half, high);
   if (is_v ? p.has_v_norm : weight != nullptr) {
     float squares = 0.0f;
 #pragma unroll

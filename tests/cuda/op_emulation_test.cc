@@ -77,6 +77,18 @@ class EmulatedArrays {
     }
     return all;
   }
+  // Takes away what arrives late, and gives it back.
+  void withhold() {
+    withheld_.clear();
+    for_each_late([&](std::byte* data, size_t num_bytes) {
+      withheld_.emplace_back(data, data + num_bytes);
+      std::fill_n(data, num_bytes, std::byte{0xff});  // NaN
+    });
+  }
+  void deliver() {
+    auto content = withheld_.begin();
+    for_each_late([&](std::byte* data, size_t) { std::ranges::copy(*content++, data); });
+  }
   // The first array that was written beyond its ends, or an empty string.
   [[nodiscard]] std::string broken_guard() const {
     for (size_t i = 0; i < memory_.size(); ++i) {
@@ -86,8 +98,19 @@ class EmulatedArrays {
   }
 
  private:
+  template <class Function>
+  void for_each_late(const Function& function) {
+    for (size_t i = 0; i < memory_.size(); ++i) {
+      const int64_t bytes = element_bytes(op_.arrays[i].cuda);
+      for (const auto& [first, count] : op_.arrays[i].late) {
+        function(memory_[i].data() + first * bytes, static_cast<size_t>(count * bytes));
+      }
+    }
+  }
+
   const OpInstance& op_;
   std::vector<GuardedMemory> memory_;
+  ArrayBytes withheld_;
 };
 
 // What an engine gives to ops on an H100, and on a GPU with few multiprocessors, the least shared
@@ -120,9 +143,16 @@ ArrayBytes run_emulated(const OpInstance& op, Machine machine, const emulator::O
   CudaContext ctx = context_of(op, machine, workspace.data(), counters.data());
   emulator::Options of_machine = options;
   of_machine.max_shared_bytes = static_cast<size_t>(ctx.block_shared_bytes);
+  EmulatedArrays arrays(op);
+  const bool has_late =
+      std::ranges::any_of(op.arrays, [](const OpArray& array) { return !array.late.empty(); });
+  if (has_late && ctx.has_early_starts) {
+    of_machine.predecessor_runs = [&] { arrays.withhold(); };
+    of_machine.predecessor_ends = [&] { arrays.deliver(); };
+  }
   emulator::set_options(of_machine);
-  const EmulatedArrays arrays(op);
   op.run_cuda(ctx, arrays.addresses());
+  emulator::set_options({});
   EXPECT_EQ(arrays.broken_guard(), "") << "written beyond its ends";
   EXPECT_TRUE(workspace.are_guards_intact()) << "written beyond the workspace";
   EXPECT_TRUE(counters.are_guards_intact()) << "written beyond the counters";

@@ -131,6 +131,7 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
     }
   });
   fused.row_length = width;
+  if (s.reads_early) fused.late = {{0, max_rows * width}};
   const Handle qkv = op.add(std::move(fused));
   const Handle slots = op.add(int_array("seq_slot", Role::kInput, seq_slot));
   const Handle begins =
@@ -153,7 +154,17 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
       }
     }
   };
-  const Handle pool = op.add(float_array("pool", kv_element, kv_element, pool_count, fill_pool));
+  OpArray blocks = float_array("pool", kv_element, kv_element, pool_count, fill_pool);
+  const bool has_late = s.reads_early && s.value_dim == 0;
+  for (size_t i = 0; has_late && i < batch.sequences.size(); ++i) {
+    const AttentionSequence& sequence = batch.sequences[i];
+    for (int32_t r = sequence.length - sequence.num_rows; r < sequence.length; ++r) {
+      const int64_t b = placement.blocks[i][static_cast<size_t>(r / s.block_size)];
+      const int64_t key = b * block + gap + r % s.block_size * token;
+      blocks.late.insert(blocks.late.end(), {{key, token}, {key + part + gap, token}});
+    }
+  }
+  const Handle pool = op.add(std::move(blocks));
   const Handle sinks =
       s.has_sinks ? op.add(float_array(
                         "sinks", Element::kF32, Element::kF32, s.num_qo_heads,
@@ -194,7 +205,8 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
                                      .num_seqs = at.get<int32_t>(num_seqs_at),
                                      .row_indptr = at.get<int32_t>(row_indptr),
                                      .max_seqs = max_seqs,
-                                     .max_rows_per_seq = max_rows_per_seq});
+                                     .max_rows_per_seq = max_rows_per_seq,
+                                     .reads_early = s.reads_early});
       return;
     }
     paged_attention(ctx,
@@ -224,7 +236,8 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
                                          .row_indptr = at.get<int32_t>(row_indptr),
                                          .max_seqs = max_seqs,
                                          .max_rows_per_seq = max_rows_per_seq,
-                                         .kv_inputs = s.kv_inputs});
+                                         .kv_inputs = s.kv_inputs,
+                                         .reads_early = s.reads_early});
   });
   return op;
 }
@@ -241,7 +254,8 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
        : s.kv_inputs == KvInputs::kNone ? "_q"
                                         : "") +
       (s.value_dim > 0 ? "_v" + std::to_string(s.value_dim) : "") +
-      (s.dtype == DType::kFloat32 ? "_f32" : "_bf16") + (s.has_bf16_cache ? "_cache_bf16" : "");
+      (s.reads_early ? "_early" : "") + (s.dtype == DType::kFloat32 ? "_f32" : "_bf16") +
+      (s.has_bf16_cache ? "_cache_bf16" : "");
   const auto add = [&](const char* batch_name, const AttentionBatch& batch) {
     cases.push_back({name + "_" + batch_name,
                      [s, batch](uint64_t seed) { return make_attention(s, batch, seed); }});
@@ -349,6 +363,15 @@ std::vector<OpCase> attention_op_cases() {
   add_attention(cases, {16, 2, 64, 16, 0, 0.0f, true, kB});
   add_attention(cases, {16, 2, 64, 16, 128, 0.0f, true, kB});
   add_attention(cases, {64, 8, 64, 16, 128, 0.0f, true, kB});
+  // Every head size behind a product that delays its successor.
+  for (AttentionSpec spec : {AttentionSpec{8, 2, 128, 16, 0, 0.0f, false, kB},
+                             AttentionSpec{4, 4, 64, 16, 0, 0.0f, false, kB},
+                             AttentionSpec{16, 2, 64, 24, 128, 0.0f, true, kB},
+                             AttentionSpec{4, 1, 256, 16, 512, 0.0f, false, kB},
+                             AttentionSpec{4, 1, 512, 16, 0, 0.0f, false, kB}}) {
+    spec.reads_early = true;
+    add_attention(cases, spec);
+  }
   // Latent attention: GLM-4.7-Flash's 20 heads and other numbers of them, and other widths.
   const auto latent = [&](int32_t num_heads, int32_t width, int32_t rank, int32_t block_size,
                           DType dtype, bool has_bf16_cache = false) {
@@ -359,7 +382,8 @@ std::vector<OpCase> attention_op_cases() {
                           .dtype = dtype,
                           .kv_inputs = KvInputs::kNone,
                           .has_bf16_cache = has_bf16_cache,
-                          .value_dim = rank});
+                          .value_dim = rank,
+                          .reads_early = block_size == 16});
   };
   latent(20, 576, 512, 16, kB);
   latent(16, 576, 512, 1, kB);

@@ -24,8 +24,10 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   const int64_t block = 2 * part + 3 * kGap;  // gaps before, between and after K and V
 
   const Handle num_rows = add_num_rows(op, rows);
-  const Handle qkv = op.add(normal_rows("qkv", element, rows, width, width, seed, kX,
-                                        /*varies_in_scale=*/s.has_norms, Role::kInOut));
+  OpArray projected = normal_rows("qkv", element, rows, width, width, seed, kX,
+                                  /*varies_in_scale=*/s.has_norms, Role::kInOut);
+  if (s.reads_early) projected.late = {{0, projected.count}};
+  const Handle qkv = op.add(std::move(projected));
   const int32_t rotated = s.rope_head_dim > 0 ? s.rope_head_dim : s.head_dim;
   const RopeArrays rope(op, rows, seed, rotated, kMaxPositions, s.position_offset);
   const Handle slots =
@@ -64,7 +66,8 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
                                                     .kv_inputs = s.kv_inputs,
                                                     .has_v_norm = s.has_v_norm,
                                                     .position_offset = s.position_offset,
-                                                    .rope_head_dim = s.rope_head_dim});
+                                                    .rope_head_dim = s.rope_head_dim,
+                                                    .reads_early = s.reads_early});
   });
   return op;
 }

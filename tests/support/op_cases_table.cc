@@ -325,7 +325,7 @@ void add_ropes(TableBuilder& table) {
                                                     : "") +
                   (s.position_offset != 0 ? "_ahead" + std::to_string(s.position_offset) : "") +
                   (s.rope_head_dim != 0 ? "_first" + std::to_string(s.rope_head_dim) : "") +
-                  dtype_suffix(s.dtype),
+                  (s.reads_early ? "_early" : "") + dtype_suffix(s.dtype),
               make_rope, s, is_invariance_case);
   };
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -345,6 +345,10 @@ void add_ropes(TableBuilder& table) {
     add({8, 1, 512, 16, dtype, true, KvInputs::kNone});
     add({4, 2, 34, 5, dtype, true, KvInputs::kNone});
     add({4, 2, 128, 1, dtype, true, KvInputs::kNone}, true);
+    for (RopeSpec s : {RopeSpec{32, 8, 128, 16, dtype}, RopeSpec{4, 2, 34, 5, dtype}}) {
+      s.reads_early = true;
+      add(s);
+    }
     // The context of a block drafter has keys and values alone.
     add({0, 8, 128, 16, dtype, true});
     add({0, 1, 512, 16, dtype, true, KvInputs::kKeys, true});

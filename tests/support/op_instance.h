@@ -59,8 +59,11 @@ struct OpArray {
   // Row of this array that belongs to row i of the op; empty: i itself.
   std::vector<int64_t> row_at = {};
   int64_t num_live = -1;  // elements behind these are of rows that do not exist; -1: there are none
-  int64_t num_ignored = 0;                  // the first elements, which are not compared
-  bool is_constant = false;                 // the same for all rows that a case is made for
+  int64_t num_ignored = 0;   // the first elements, which are not compared
+  bool is_constant = false;  // the same for all rows that a case is made for
+  // First elements and numbers of elements that the kernel before writes: the op must not read them
+  // before that kernel has ended.
+  std::vector<std::pair<int64_t, int64_t>> late = {};
   std::function<void(float*)> values = {};  // writes all of a float array
   std::vector<std::byte> bits = {};         // all of an integer array
   // What the CUDA op sees instead of an integer array, where that is laid out otherwise.

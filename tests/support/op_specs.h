@@ -99,6 +99,7 @@ struct RopeSpec {
   bool has_v_norm = false;
   int32_t position_offset = 0;
   int32_t rope_head_dim = 0;  // 0: the whole head
+  bool reads_early = false;   // as in QkNormRopeAppendParams
 };
 struct GatherSpec {
   int32_t hidden = 0;
@@ -261,6 +262,7 @@ struct AttentionSpec {
   // Latent attention: a value is this many of the first elements of its key; 0: keys and values are
   // two things. With kv_inputs kNone and one KV head.
   int32_t value_dim = 0;
+  bool reads_early = false;  // as in PagedAttentionParams
 };
 // Rows at positions [length - num_rows, length) of sequence `id`, then inert ones.
 struct AttentionSequence {

@@ -103,6 +103,9 @@ struct LatentAttentionParams {
   const int32_t* row_indptr = nullptr;  // [max_seqs + 1]
   int32_t max_seqs = 0;
   int32_t max_rows_per_seq = 0;
+  // Whether the ops since a product with delays_successor (GemmParams) have written nothing that
+  // this op reads but q. A GPU then reads the rest before the op's predecessor has ended.
+  bool reads_early = false;
 };
 void latent_attention(CpuContext&, const LatentAttentionParams&);
 void latent_attention(CudaContext&, const LatentAttentionParams&);

@@ -45,6 +45,10 @@ struct GemmParams {
   DType x_dtype = DType::kFloat32;  // on CUDA the dtype of the weights
   DType y_dtype = DType::kFloat32;
   int32_t num_groups = 1;  // divides n
+  // Whether a GPU lets the op's successor start only when the op's predecessor has ended. What was
+  // written before this op is then complete when the successor starts; see reads_early of
+  // PagedAttentionParams.
+  bool delays_successor = false;
 };
 void gemm(CpuContext&, const GemmParams&);
 void gemm(CudaContext&, const GemmParams&);
@@ -258,6 +262,9 @@ struct QkNormRopeAppendParams {
   bool has_v_norm = false;
   int32_t position_offset = 0;  // q and k are rotated to position positions[row] + position_offset
   int32_t rope_head_dim = 0;    // rotated elements of a head, even; 0: all
+  // Whether the ops since a product with delays_successor have written nothing that this op reads
+  // but qkv. A GPU then reads the rest before the op's predecessor has ended.
+  bool reads_early = false;
 };
 void qk_norm_rope_append(CpuContext&, const QkNormRopeAppendParams&);
 void qk_norm_rope_append(CudaContext&, const QkNormRopeAppendParams&);
@@ -297,6 +304,10 @@ struct PagedAttentionParams {
   int32_t max_seqs = 0;
   int32_t max_rows_per_seq = 0;  // maximum over the sequences
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
+  // Whether the ops since a product with delays_successor have written nothing that this op reads
+  // but qkv, and the keys and values of the rows: of a sequence with n rows, at none but the last n
+  // positions that its rows see. A GPU then reads the rest before the op's predecessor has ended.
+  bool reads_early = false;
 };
 void paged_attention(CpuContext&, const PagedAttentionParams&);
 void paged_attention(CudaContext&, const PagedAttentionParams&);

@@ -168,6 +168,8 @@ void begin_cluster(const uint3& origin) {
       thread.copies.clear();
     }
   }
+  m.predecessor_runs = true;
+  if (m.options.predecessor_runs) m.options.predecessor_runs();
   fill_shared();
   if (m.blocks.size() == 1) return;
   for (Block& block : m.blocks) save_shared(block);
@@ -362,6 +364,13 @@ void let_others_run(const Place& place) {
   self.polls = true;
   wake(self);
   yield();
+}
+
+void wait_for_predecessor() {
+  Machine& m = machine();
+  if (!m.options.predecessor_ends) return;
+  make_copies(*m.current, m.current->num_groups + 1);
+  if (std::exchange(m.predecessor_runs, false)) m.options.predecessor_ends();
 }
 
 void fail(std::string message) {

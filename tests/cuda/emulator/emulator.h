@@ -50,6 +50,10 @@ struct Options {
   uint64_t pattern = kUndefined;                     // fills shared memory
   bool runs = true;                                  // false: launches are counted and do nothing
   size_t max_shared_bytes = kMaxDynamicSharedBytes;  // dynamic ones of a block
+  // What a predecessor does that runs until a thread waits for it: called before the threads of a
+  // cluster start, and when the first of them waits. May be empty.
+  std::function<void()> predecessor_runs = {};
+  std::function<void()> predecessor_ends = {};
 };
 void set_options(const Options& options);
 [[nodiscard]] size_t max_shared_bytes();
@@ -112,6 +116,10 @@ void let_others_run(const Place& place);
 void copy_later(void* to, const void* from, size_t num_bytes);  // null `from`: zeros
 void end_copy_group();
 void wait_for_copies(uint32_t num_pending);  // waits until at most num_pending groups are left
+
+// With a predecessor that runs, the copies that the thread has asked for are made first: they may
+// have been asked for too early.
+void wait_for_predecessor();
 
 void arrive_in_cluster();
 void wait_for_cluster(const Place& place);

@@ -84,6 +84,7 @@ struct Machine {
   uint32_t cluster_phase = 0;
   uint32_t num_arrived = 0;  // in the cluster's barrier
   uint32_t num_live = 0;     // threads of the cluster
+  bool predecessor_runs = false;
   Thread* current = nullptr;
   std::jmp_buf scheduler;
   std::string error;
@@ -115,6 +116,8 @@ void complete_cluster_phase();
 void fill_shared();
 // Copy the current content to the block's copy, and back.
 void save_shared(Block& block);
+// The thread's copies of groups before `end_group`.
+void make_copies(Thread& thread, uint32_t end_group);
 void restore_shared(const Block& block);
 // Whether nothing was written beyond the dynamic shared memory of the block.
 [[nodiscard]] bool kept_to_dynamic_shared();

@@ -107,11 +107,10 @@ void copy_later(void* to, const void* from, size_t num_bytes) {
 
 void end_copy_group() { ++machine().current->num_groups; }
 
-void wait_for_copies(uint32_t num_pending) {
-  Thread& self = *machine().current;
+void make_copies(Thread& thread, uint32_t end_group) {
   size_t num_done = 0;
-  for (const Copy& copy : self.copies) {
-    if (copy.group + num_pending >= self.num_groups) break;
+  for (const Copy& copy : thread.copies) {
+    if (copy.group >= end_group) break;
     if (copy.from != nullptr) {
       std::memcpy(copy.to, copy.from, copy.num_bytes);
     } else {
@@ -119,7 +118,13 @@ void wait_for_copies(uint32_t num_pending) {
     }
     ++num_done;
   }
-  self.copies.erase(self.copies.begin(), self.copies.begin() + static_cast<ptrdiff_t>(num_done));
+  thread.copies.erase(thread.copies.begin(),
+                      thread.copies.begin() + static_cast<ptrdiff_t>(num_done));
+}
+
+void wait_for_copies(uint32_t num_pending) {
+  Thread& self = *machine().current;
+  if (self.num_groups > num_pending) make_copies(self, self.num_groups - num_pending);
 }
 
 }  // namespace paceline::emulator

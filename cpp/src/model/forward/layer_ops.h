@@ -41,6 +41,7 @@ struct Projection {
   int64_t y_stride = 0;  // elements between rows of y; 0: n
   DType x_dtype;
   DType y_dtype;
+  bool delays_successor = false;  // as in GemmParams
 };
 
 // y = x W^T (+ bias).
@@ -58,7 +59,8 @@ struct Projection {
           .y_stride = p.y_stride > 0 ? p.y_stride : linear.weight.n,
           .x_dtype = p.x_dtype,
           .y_dtype = p.y_dtype,
-          .num_groups = linear.num_groups};
+          .num_groups = linear.num_groups,
+          .delays_successor = p.delays_successor};
 }
 template <class Ctx>
 void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p) {

@@ -52,7 +52,8 @@ void attend_latents(Ctx& ctx, const LatentAttention& a, const LatentAttentionWei
              .x_stride = w.qkv_a.weight.n,
              .y = own.q,
              .x_dtype = dtype,
-             .y_dtype = dtype});
+             .y_dtype = dtype,
+             .delays_successor = true});
   }
   ctx.run(absorb_queries,
           AbsorbQueriesParams{.num_rows = rows.num_rows,
@@ -82,7 +83,8 @@ void attend_latents(Ctx& ctx, const LatentAttention& a, const LatentAttentionWei
                                 .num_seqs = rows.num_seqs,
                                 .row_indptr = rows.row_indptr,
                                 .max_seqs = rows.max_seqs,
-                                .max_rows_per_seq = rows.max_rows_per_seq});
+                                .max_rows_per_seq = rows.max_rows_per_seq,
+                                .reads_early = has_q_a});
   ctx.run(project_values, ProjectValuesParams{.num_rows = rows.num_rows,
                                               .max_rows = rows.capacity,
                                               .x = own.mean_latents,

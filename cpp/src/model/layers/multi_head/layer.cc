@@ -55,7 +55,8 @@ void rotate_and_append(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAtt
                                  .kv_inputs = a.kv_inputs(),
                                  .has_v_norm = a.has_v_norm,
                                  .position_offset = pass.rope_offset,
-                                 .rope_head_dim = a.rope_head_dim});
+                                 .rope_head_dim = a.rope_head_dim,
+                                 .reads_early = has_queries});
 }
 
 // Multiplies the attention of `rows` by the sigmoid of a projection of `input`, their rows of
@@ -107,7 +108,8 @@ void attend(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttentionWeigh
                                                   .row_indptr = rows.row_indptr,
                                                   .max_seqs = rows.max_seqs,
                                                   .max_rows_per_seq = rows.max_rows_per_seq,
-                                                  .kv_inputs = a.kv_inputs()});
+                                                  .kv_inputs = a.kv_inputs(),
+                                                  .reads_early = pass.output == nullptr});
   };
   std::visit(Overloaded{[&](const FullMetadata& full) { paged(nullptr, full.kv_end, full.table); },
                         [&](const SlidingMetadata& sliding) {
@@ -136,7 +138,8 @@ void run_attention(Ctx& ctx, const MultiHeadAttention& a, const MultiHeadAttenti
                 {.x = pass.input,
                  .y = activations.qkv,
                  .x_dtype = activations.dtype,
-                 .y_dtype = activations.dtype},
+                 .y_dtype = activations.dtype,
+                 .delays_successor = true},
                 activations, pass.ends);
   rotate_and_append(ctx, a, w, pass, /*has_queries=*/true);
   if (pass.output == nullptr) {
