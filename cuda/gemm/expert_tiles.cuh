@@ -102,12 +102,13 @@ __device__ __forceinline__ bool find_tile_from(const ExpertRows& rows, int32_t t
 
 // The tile of a block, the same in every thread of a warp; all threads of a warp call it, after
 // wait_for_predecessor(). With kIsEarly they may call it before, for an expert_begin that is
-// complete: it is read from L2, as L1 may have what an earlier kernel read.
+// complete: it is read from L2, as L1 may have what an earlier kernel read. Of a product with
+// delays_successor it lets the successor start.
 template <bool kIsEarly = false>
 __device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t tile_rows,
                                                 int32_t block = static_cast<int32_t>(blockIdx.x)) {
   if (rows.expert_begin == nullptr) {
-    if (rows.delays_successor) let_successor_start();  // the caller has waited
+    if (rows.delays_successor) let_successor_start();
     const int32_t row_tiles = (rows.max_rows + tile_rows - 1) / tile_rows;
     const int32_t first_row = block % row_tiles * tile_rows;
     const int32_t num_rows = min(*rows.num_rows, rows.max_rows) - first_row;
