@@ -19,6 +19,18 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+// Makes the compiler keep a value in a register, where it would read it from constant memory or
+// compute it again in every round of a loop.
+template <class T>
+__device__ __forceinline__ void keep_in_register(T& value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("" : "+r"(value));
+  } else {
+    asm volatile("" : "+l"(value));
+  }
+}
+
 // Copies 16 bytes from global to shared memory, past L1. Unless `is_live`, it reads nothing and
 // writes 16 zero bytes; `from` must still be a valid address.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool is_live) {

@@ -18,13 +18,15 @@ namespace {
 
 // Weights by tokens. The memory bounds tiles of few tokens: their stages have 128 columns.
 using P16x8 = TileShape<Rows::kWeights, 1, 1, 1, 1, 128, 8>;
-using P32x16 = TileShape<Rows::kTokens, 4, 1, 1, 1, 128, 2>;
 using P64x8 = TileShape<Rows::kWeights, 4, 1, 1, 1, 128, 4>;
+using P16x16 = TileShape<Rows::kTokens, 2, 1, 1, 1, 128, 8>;
 using P64x16 = TileShape<Rows::kWeights, 4, 1, 1, 2, 128, 4>;
-using P64x32 = TileShape<Rows::kWeights, 4, 1, 1, 4, 128, 2>;
+using P16x32 = TileShape<Rows::kTokens, 2, 1, 2, 1, 128, 4>;
+using P32x32 = TileShape<Rows::kTokens, 4, 1, 2, 1, 128, 3>;
+using P32x64 = TileShape<Rows::kWeights, 2, 4, 1, 2, 128, 2>;
 using P64x64 = TileShape<Rows::kWeights, 2, 2, 2, 4, 64, 2>;
 using P128x64 = TileShape<Rows::kWeights, 2, 2, 4, 4, 64, 2>;
-using P128x128 = TileShape<Rows::kWeights, 2, 4, 4, 4, 64, 1>;
+using P128x128 = TileShape<Rows::kWeights, 2, 2, 4, 8, 64, 2>;
 
 // The blocks of a launch; most of a mixture's may have nothing to do.
 template <class Shape>
@@ -87,41 +89,53 @@ void launch_shape(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
 using Launch = void (*)(CudaContext&, const ExpertGemmParams&, const ProductCall&,
                         const GatedActivationParams*);
 
-// Of up to kTokens expected rows: wide tiles where each multiprocessor gets two of them, as they
-// read the tokens less often.
-template <class Wide, class Narrow>
+// Of few expected rows: large tiles where each multiprocessor gets 128 rows of weights, as they
+// read the tokens less often, and else small ones, so that all multiprocessors have work.
+template <class Large, class Small>
 Launch launch_of_few(const CudaContext& ctx, const ExpertGemmParams& p) {
   const int64_t hit = p.expert_begin == nullptr ? 1 : std::min(p.weight.num_experts, p.max_rows);
-  const int64_t tiles = hit * ((p.weight.first.n + Wide::kWeights - 1) / Wide::kWeights);
-  return tiles >= 2 * int64_t{ctx.num_sms} ? &launch_shape<Wide> : &launch_shape<Narrow>;
+  return hit * p.weight.first.n >= int64_t{128} * ctx.num_sms ? &launch_shape<Large>
+                                                              : &launch_shape<Small>;
 }
 
-// The tile that costs the busiest multiprocessor the least. A tile's cost is its products, and what
-// each of its rows and columns adds to them.
-template <class... Shapes>
-Launch launch_of_many(const CudaContext& ctx, const ExpertGemmParams& p) {
-  Launch best = nullptr;
-  int64_t least = std::numeric_limits<int64_t>::max();
-  const auto consider = [&]<class Shape>(const Shape*) {
-    const int64_t waves = (num_blocks<Shape>(p) + ctx.num_sms - 1) / ctx.num_sms;
-    const int64_t cost =
-        waves * (Shape::kWeights * Shape::kTokens + 32 * (Shape::kWeights + Shape::kTokens));
-    if (cost >= least) return;
-    least = cost;
-    best = &launch_shape<Shape>;
-  };
-  (consider(static_cast<const Shapes*>(nullptr)), ...);
-  return best;
-}
+// Keeps the tile that takes the busiest multiprocessor the least time.
+class Cheapest {
+ public:
+  Cheapest(const CudaContext& ctx, const ExpertGemmParams& p) : ctx_(ctx), p_(p) {}
+
+  // `us`: the time of a tile over 4,096 columns on an H200.
+  template <class Shape>
+  void consider(int64_t us) {
+    const int64_t cost = us * ((num_blocks<Shape>(p_) + ctx_.num_sms - 1) / ctx_.num_sms);
+    if (cost >= least_) return;
+    least_ = cost;
+    launch_ = &launch_shape<Shape>;
+  }
+  [[nodiscard]] Launch launch() const { return launch_; }
+
+ private:
+  const CudaContext& ctx_;
+  const ExpertGemmParams& p_;
+  int64_t least_ = std::numeric_limits<int64_t>::max();
+  Launch launch_ = nullptr;
+};
 
 Launch launch_for(const CudaContext& ctx, const ExpertGemmParams& p) {
   const int32_t rows = rows_to_expect(p);
   if (rows <= 8) return launch_of_few<P64x8, P16x8>(ctx, p);
-  if (rows <= 16) return launch_of_few<P64x16, P32x16>(ctx, p);
+  if (rows <= 16) return launch_of_few<P64x16, P16x16>(ctx, p);
   // As expert_gemm_plain.cu: one and a half times the mean of an expert's rows.
-  if (rows <= (p.expert_begin != nullptr ? 42 : 32)) return &launch_shape<P64x32>;
-  if (rows <= 64) return launch_of_many<P128x64, P64x64>(ctx, p);
-  return launch_of_many<P128x128, P128x64, P64x64>(ctx, p);
+  if (rows <= (p.expert_begin != nullptr ? 42 : 32)) return launch_of_few<P32x32, P16x32>(ctx, p);
+  Cheapest cheapest(ctx, p);
+  if (rows <= 64) {
+    cheapest.consider<P32x64>(15);
+    cheapest.consider<P64x64>(21);
+    cheapest.consider<P128x64>(30);
+  } else {
+    cheapest.consider<P64x64>(18);
+    cheapest.consider<P128x128>(46);
+  }
+  return cheapest.launch();
 }
 
 }  // namespace
@@ -134,6 +148,6 @@ void launch_portable_gemm(CudaContext& ctx, const ExpertGemmParams& p, const Pro
   portable::launch_for(ctx, p)(ctx, p, call, halves);
 }
 
-bool takes_portable_activation(const GemmParams& p) { return p.max_rows <= 16; }
+bool takes_portable_activation(const GemmParams& p) { return p.max_rows <= 64; }
 
 }  // namespace paceline::cuda

@@ -16,6 +16,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -70,6 +72,9 @@ struct TileShape {
   static constexpr int32_t kWeightBytes = kWeights * kRowBytes;
   static constexpr int32_t kStageBytes = kWeightBytes + kTokens * kRowBytes;
   static constexpr int32_t kBlocks = blocks;
+  // Whether a warp skips products of rows that do not exist. In small tiles a branch costs more.
+  static constexpr int32_t kProducts = row_tiles * column_tiles;  // of a warp, in a step
+  static constexpr bool kSkipsRows = token_warps > 1 && kProducts > 8;
   template <class Out>
   using Staged = StagedRows<Out, kWeights, kTokens, kThreads>;
 
@@ -82,71 +87,98 @@ struct TileShape {
   static_assert(depth == 64 || depth == 128);
 };
 
-// Copies both operands; one object for each thread of the block.
+// Copies both operands; one object for each thread of the block. A warp alone on its part of a
+// multiprocessor issues an instruction in every few clocks at best, so a copy takes few of them:
+// two to find the next row of weights, or one to find the token.
 template <class Shape>
 class Copier {
  public:
-  __device__ __forceinline__ explicit Copier(const Args& args)
-      : args_(args),
-        row_(static_cast<int32_t>(threadIdx.x) / kPieces),
-        piece_(static_cast<int32_t>(threadIdx.x) % kPieces) {
-#pragma unroll
-    for (int32_t i = 0; i < kPatterns; ++i) {
-      patterns_[i] =
-          static_cast<uint32_t>(row_ * Shape::kRowBytes + (piece_ ^ ((row_ + i * kStep) % 8)) * 16);
-    }
-  }
-
-  // first_column: of y.
-  __device__ __forceinline__ void set_weights(int32_t expert, int32_t first_column) {
-    weights_ = args_.weights + expert * args_.expert_stride +
-               int64_t{first_column + row_} * args_.k + piece_ * 8;
-    num_columns_ = args_.n - first_column - row_;
-  }
-  __device__ __forceinline__ void set_tokens(const ExpertTile& tile) {
-#pragma unroll
-    for (int32_t i = 0; i < kTokenRows; ++i) {
-      const int32_t row = row_ + i * kStep;
-      const int32_t of_y = tile.first_row + row;
-      sources_[i] = row >= tile.num_rows ? -1 : args_.x_rows != nullptr ? args_.x_rows[of_y] : of_y;
-    }
-  }
-
-  // `to`: the shared address of the stage.
-  __device__ __forceinline__ void copy_weights(uint32_t to, int32_t block) const {
-    const int32_t column = block * Shape::kDepth;
-    const bool is_inside = column + piece_ * 8 < args_.k;
-    const bool is_gated = args_.gated.up_row != 0;
-#pragma unroll
-    for (int32_t i = 0; i < kWeightRows; ++i) {
-      // The second half of a gated tile has the ups of the first half's gates.
-      const bool is_up = is_gated && i * kStep >= kHalf;
-      const int32_t at = i * kStep - (is_up ? kHalf : 0);
-      const bool is_live = is_inside && at < num_columns_;
-      const int64_t row = at + (is_up ? args_.gated.up_row : 0);
-      cp_async_16(to + pattern(i), is_live ? weights_ + (row * args_.k + column) : args_.weights,
-                  is_live);
-    }
-  }
-  __device__ __forceinline__ void copy_tokens(uint32_t to, int32_t block) const {
-    const int32_t column = block * Shape::kDepth + piece_ * 8;
-    const bool is_inside = column < args_.k;
-    const __nv_bfloat16* const from = args_.x + (is_inside ? column : 0);
-#pragma unroll
-    for (int32_t i = 0; i < kTokenRows; ++i) {
-      if (sources_[i] < 0) continue;
-      cp_async_16(to + Shape::kWeightBytes + pattern(i), from + sources_[i] * args_.x_stride,
-                  is_inside);
-    }
-  }
-
- private:
   static constexpr int32_t kPieces = Shape::kDepth / 8;  // of a row
   static constexpr int32_t kStep = Shape::kThreads / kPieces;
   static constexpr int32_t kWeightRows = Shape::kWeights / kStep;
   static constexpr int32_t kTokenRows = Shape::kTokens / kStep;
+  static constexpr int32_t kCopies = kWeightRows + kTokenRows;  // of a stage
+
+  __device__ __forceinline__ explicit Copier(const Args& args)
+      : row_(static_cast<int32_t>(threadIdx.x) / kPieces),
+        columns_left_(args.k - static_cast<int32_t>(threadIdx.x) % kPieces * 8),
+        row_step_(int64_t{2 * kStep} * args.k) {
+    const int32_t piece = static_cast<int32_t>(threadIdx.x) % kPieces;
+    tokens_ = reinterpret_cast<const std::byte*>(args.x) + piece * 16;
+#pragma unroll
+    for (int32_t i = 0; i < kPatterns; ++i) {
+      patterns_[i] =
+          static_cast<uint32_t>(row_ * Shape::kRowBytes + (piece ^ ((row_ + i * kStep) % 8)) * 16);
+    }
+    keep_in_register(row_step_);
+    keep_in_register(tokens_);
+  }
+
+  // first_column: of y. The second half of a gated tile has the ups of the first half's gates.
+  __device__ __forceinline__ void set_weights(const Args& args, int32_t expert,
+                                              int32_t first_column) {
+    const int32_t piece = static_cast<int32_t>(threadIdx.x) % kPieces;
+    const __nv_bfloat16* const first = args.weights + expert * args.expert_stride;
+    weights_ = reinterpret_cast<const std::byte*>(first + int64_t{first_column + row_} * args.k) +
+               piece * 16;
+    const bool is_gated = args.gated.up_row != 0;
+    first_rows_ = args.n - first_column - row_;
+    second_rows_ = first_rows_ + (is_gated ? kHalf : 0);
+    second_step_ = row_step_ + (is_gated ? int64_t{2} * (args.gated.up_row - kHalf) * args.k : 0);
+    keep_in_register(second_step_);
+  }
+  __device__ __forceinline__ void set_tokens(const Args& args, const ExpertTile& tile) {
+#pragma unroll
+    for (int32_t i = 0; i < kTokenRows; ++i) {
+      const int32_t row = row_ + i * kStep;
+      token_at_[i] = kNone;
+      if (row >= tile.num_rows) continue;
+      const int32_t of_y = tile.first_row + row;
+      const int64_t source = args.x_rows != nullptr ? args.x_rows[of_y] : of_y;
+      token_at_[i] = static_cast<uint32_t>(source * args.x_stride / 8);
+    }
+  }
+
+  // Go on to the next stage.
+  __device__ __forceinline__ void advance_weights() { weights_ += Shape::kRowBytes; }
+  __device__ __forceinline__ void advance_tokens() {
+    tokens_ += Shape::kRowBytes;
+    columns_left_ -= Shape::kDepth;
+  }
+  // Whether the thread's columns of a stage `stages` behind the tokens' exist.
+  [[nodiscard]] __device__ __forceinline__ bool has_columns(int32_t stages = 0) const {
+    return columns_left_ > stages * Shape::kDepth;
+  }
+
+  // Makes the copies [first, last) to the stage at the shared address `to`: those of the thread's
+  // rows of weights, and then those of its tokens. Calls for a stage go from row to row.
+  template <int32_t first, int32_t last>
+  __device__ __forceinline__ void copy(uint32_t to, bool has_columns) {
+#pragma unroll
+    for (int32_t i = first; i < last; ++i) {
+      if (i < kWeightRows) {
+        if (i == 0) {
+          row_of_weights_ = weights_;
+        } else {
+          row_of_weights_ += i * kStep == kHalf ? second_step_ : row_step_;
+        }
+        if (i * kStep < (i * kStep < kHalf ? first_rows_ : second_rows_)) {
+          cp_async_16(to + pattern(i), row_of_weights_, has_columns);
+        }
+      } else {
+        const uint32_t token = token_at_[i - kWeightRows];
+        if (token != kNone) {
+          cp_async_16(to + Shape::kWeightBytes + pattern(i - kWeightRows),
+                      tokens_ + uint64_t{16} * token, has_columns);
+        }
+      }
+    }
+  }
+
+ private:
   static constexpr int32_t kHalf = Shape::kWeights / 2;
   static constexpr int32_t kPatterns = kStep < 8 ? 8 / kStep : 1;
+  static constexpr uint32_t kNone = ~0u;
   static_assert(kTokenRows * kStep == Shape::kTokens && kHalf % kStep == 0);
   static_assert(kStep % 8 == 0 || 8 % kStep == 0);
 
@@ -156,13 +188,46 @@ class Copier {
     return patterns_[i % kPatterns] + static_cast<uint32_t>(i * kStep * Shape::kRowBytes);
   }
 
-  const Args& args_;
   int32_t row_;
-  int32_t piece_;
-  const __nv_bfloat16* weights_ = nullptr;
-  int32_t num_columns_ = 0;      // of y, from the thread's first row on
-  int32_t sources_[kTokenRows];  // rows of x; -1: none
+  int32_t columns_left_;     // of x, from the thread's piece of the next stage of tokens on
+  int64_t row_step_;         // bytes from one of the thread's rows of weights to the next
+  int64_t second_step_ = 0;  // the same into the second half
+  const std::byte* weights_ = nullptr;         // the thread's first row, in the next stage
+  const std::byte* row_of_weights_ = nullptr;  // the row copied last
+  const std::byte* tokens_ = nullptr;          // the thread's piece of row 0, in the next stage
+  int32_t first_rows_ = 0;                     // of weights that exist, from the thread's first on
+  int32_t second_rows_ = 0;                    // the same for the second half
+  uint32_t token_at_[kTokenRows];              // 16 bytes; kNone: no token
   uint32_t patterns_[kPatterns];
+};
+
+// Where a lane finds its operands in a stage: bytes from the stage for the first four steps. Later
+// steps are whole lines of 128 bytes further.
+template <class Shape>
+struct OperandPlaces {
+  static constexpr bool kIsNarrow = Shape::kColumnTiles == 1;
+  static constexpr int32_t kPatterns = kIsNarrow ? 2 : 4;
+  uint32_t rows[4];
+  uint32_t columns[kPatterns];
+
+  // Of operands that begin first_row and first_column bytes behind the stage.
+  __device__ __forceinline__ OperandPlaces(uint32_t first_row, uint32_t first_column) {
+    const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const auto at = [&](int32_t row, int32_t piece) {
+      return static_cast<uint32_t>(row * Shape::kRowBytes + (piece ^ (lane % 8)) * 16);
+    };
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) rows[i] = first_row + at(lane % 16, 2 * i + lane / 16);
+#pragma unroll
+    for (int32_t i = 0; i < kPatterns; ++i) {
+      columns[i] = first_column + (kIsNarrow ? at(lane % 8, 4 * i + lane / 8)
+                                             : at(lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2));
+    }
+#pragma unroll
+    for (uint32_t& place : rows) keep_in_register(place);
+#pragma unroll
+    for (uint32_t& place : columns) keep_in_register(place);
+  }
 };
 
 // What a lane needs for the products of kSteps steps of 16 columns.
@@ -174,29 +239,24 @@ struct Operands {
   uint32_t rows[kSteps][Shape::kRowTiles][4];
   uint32_t columns[kIsNarrow ? 1 : Shape::kColumnTiles / 2][4];
 
-  // Shared addresses of what the warp multiplies in a stage. `step`: the number of these operands
-  // in the stage.
-  __device__ __forceinline__ void load(uint32_t first_row, uint32_t first_column, int32_t step) {
-    const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
-    const auto at = [&](int32_t row, int32_t piece) {
-      return static_cast<uint32_t>(row * Shape::kRowBytes + (piece ^ (lane % 8)) * 16);
-    };
+  // `number`: of these operands in the stage at the shared address `stage`.
+  __device__ __forceinline__ void load(uint32_t stage, const OperandPlaces<Shape>& places,
+                                       int32_t number) {
+    constexpr int32_t kPatterns = OperandPlaces<Shape>::kPatterns;
 #pragma unroll
     for (int32_t s = 0; s < kSteps; ++s) {
+      const int32_t step = number * kSteps + s;
+      const uint32_t from = stage + places.rows[step % 4] + static_cast<uint32_t>(step / 4 * 128);
 #pragma unroll
       for (int32_t i = 0; i < Shape::kRowTiles; ++i) {
-        ldmatrix_x4(rows[s][i],
-                    first_row + at(16 * i + lane % 16, 2 * (step * kSteps + s) + lane / 16));
+        ldmatrix_x4(rows[s][i], from + static_cast<uint32_t>(16 * i * Shape::kRowBytes));
       }
     }
-    if constexpr (kIsNarrow) {
-      ldmatrix_x4(columns[0], first_column + at(lane % 8, 4 * step + lane / 8));
-    } else {
+    const uint32_t from = stage + places.columns[number % kPatterns] +
+                          static_cast<uint32_t>(number / kPatterns * 128);
 #pragma unroll
-      for (int32_t j = 0; j < Shape::kColumnTiles / 2; ++j) {
-        ldmatrix_x4(columns[j],
-                    first_column + at(16 * j + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
-      }
+    for (int32_t j = 0; j < (kIsNarrow ? 1 : Shape::kColumnTiles / 2); ++j) {
+      ldmatrix_x4(columns[j], from + static_cast<uint32_t>(16 * j * Shape::kRowBytes));
     }
   }
 
@@ -216,9 +276,18 @@ struct Operands {
   }
 };
 
+// Calls f with the numbers of the sequence as constants.
+template <class F, int32_t... numbers>
+__device__ __forceinline__ void for_each_load(const F& f,
+                                              std::integer_sequence<int32_t, numbers...>) {
+  (f(std::integral_constant<int32_t, numbers>{}), ...);
+}
+
 // Waits until at most `pending` of the thread's groups of copies are in flight.
 __device__ __forceinline__ void wait_for_group(int32_t pending) {
   static_assert(kMaxStages == 8);
+  // Most rings are full, and a jump by a table takes a while.
+  if (pending == kMaxStages - 2) return cp_async_wait<kMaxStages - 2>();
   switch (pending) {
     case 1:
       return cp_async_wait<1>();
@@ -230,8 +299,6 @@ __device__ __forceinline__ void wait_for_group(int32_t pending) {
       return cp_async_wait<4>();
     case 5:
       return cp_async_wait<5>();
-    case 6:
-      return cp_async_wait<6>();
     default:
       return cp_async_wait<0>();
   }
@@ -313,20 +380,23 @@ __global__ void __launch_bounds__(Shape::kThreads) gemm_kernel(const __grid_cons
       return;
     }
   }
+  using Copies = Copier<Shape>;
   const uint32_t ring = shared_address(shared);
   const auto stage_at = [&](int32_t stage) {
     return ring + static_cast<uint32_t>(stage * Shape::kStageBytes);
   };
   const int32_t num_ahead = min(args.num_stages - 1, num_blocks);
-  Copier<Shape> copier(args);
-  copier.set_weights(tile.expert, tile.column_tile * (args.gated.up_row != 0 ? Shape::kWeights / 2
-                                                                             : Shape::kWeights));
+  Copies copier(args);
+  copier.set_weights(
+      args, tile.expert,
+      tile.column_tile * (args.gated.up_row != 0 ? Shape::kWeights / 2 : Shape::kWeights));
   // These weights all belong to the first group of copies, so that the products wait for all of
   // them. That is worth it only while the predecessor runs.
   const bool requests_early = knows_weights && args.starts_early;
   if (requests_early) {
     for (int32_t block = 0; block < num_ahead; ++block) {
-      copier.copy_weights(stage_at(block), block);
+      copier.template copy<0, Copies::kWeightRows>(stage_at(block), copier.has_columns(block));
+      copier.advance_weights();
     }
   }
   if (knows_weights) wait_for_predecessor();
@@ -337,11 +407,16 @@ __global__ void __launch_bounds__(Shape::kThreads) gemm_kernel(const __grid_cons
       return;
     }
   }
-  copier.set_tokens(tile);
+  copier.set_tokens(args, tile);
   for (int32_t block = 0; block < args.num_stages - 1; ++block) {
     if (block < num_ahead) {
-      if (!requests_early) copier.copy_weights(stage_at(block), block);
-      copier.copy_tokens(stage_at(block), block);
+      if (!requests_early) {
+        copier.template copy<0, Copies::kWeightRows>(stage_at(block), copier.has_columns());
+        copier.advance_weights();
+      }
+      copier.template copy<Copies::kWeightRows, Copies::kCopies>(stage_at(block),
+                                                                 copier.has_columns());
+      copier.advance_tokens();
     }
     cp_async_commit();  // an empty group, too: groups are counted
   }
@@ -352,35 +427,51 @@ __global__ void __launch_bounds__(Shape::kThreads) gemm_kernel(const __grid_cons
       static_cast<uint32_t>(warp / Shape::kTokenWarps * Shape::kWarpWeights * Shape::kRowBytes);
   const auto of_tokens =
       static_cast<uint32_t>(Shape::kWeightBytes + first_token * Shape::kRowBytes);
-  const bool has_tokens = first_token < tile.num_rows;
+  const bool has_tokens = !Shape::kSkipsRows || first_token < tile.num_rows;
+  const OperandPlaces<Shape> places(Shape::kTokensAreRows ? of_tokens : of_weights,
+                                    Shape::kTokensAreRows ? of_weights : of_tokens);
+  // Operands are multiplied while the next ones are loaded, from one stage into the next, and the
+  // copies of the stage that is filled are spread over the loads. So neither delays the chain of
+  // products. The first products are of zeros, which change no sum.
+  constexpr int32_t kLoads = Shape::kDepth / 16 / Operands<Shape>::kSteps;
+  static_assert(kLoads % 2 == 0);
+  Operands<Shape> operands[2] = {};
   float sums[Shape::kRowTiles][Shape::kColumnTiles][4] = {};
-  int32_t stage = 0;
-  int32_t to_fill = args.num_stages - 1;
-  for (int32_t block = 0; block < num_blocks; ++block) {
-    wait_for_group(args.num_stages - 2);
-    // The stage has arrived for all threads, and all have read the stage that is filled next.
-    __syncthreads();
-    const int32_t next = block + args.num_stages - 1;
-    if (next < num_blocks) {
-      copier.copy_weights(stage_at(to_fill), next);
-      copier.copy_tokens(stage_at(to_fill), next);
+  uint32_t stage = ring;
+  uint32_t to_fill = stage_at(args.num_stages - 1);
+  uint32_t last_stage = to_fill;
+  int32_t pending = args.num_stages - 2;
+  int32_t blocks_to_copy = num_blocks - num_ahead;
+  keep_in_register(last_stage);
+  keep_in_register(pending);
+  for (int32_t blocks_left = num_blocks; blocks_left > 0; --blocks_left) {
+    // The stage has arrived for all threads, and all have read the one before, which is filled
+    // next.
+    wait_for_group(pending);
+    if constexpr (Shape::kThreads == 32) {
+      __syncwarp();
+    } else {
+      __syncthreads();
     }
+    const bool copies = blocks_to_copy > 0;
+    const bool has_columns = copier.has_columns();
+    const auto make_load = [&](auto number) {
+      constexpr int32_t kLoad = decltype(number)::value;
+      constexpr int32_t kFirst = kLoad * Copies::kCopies / kLoads;
+      constexpr int32_t kLast = (kLoad + 1) * Copies::kCopies / kLoads;
+      if (has_tokens) operands[kLoad % 2].load(stage, places, kLoad);
+      if (copies) copier.template copy<kFirst, kLast>(to_fill, has_columns);
+      if (has_tokens) operands[(kLoad + 1) % 2].multiply(sums);
+    };
+    for_each_load(make_load, std::make_integer_sequence<int32_t, kLoads>{});
     cp_async_commit();
-    if (has_tokens) {
-      constexpr int32_t kLoads = Shape::kDepth / 16 / Operands<Shape>::kSteps;
-      const uint32_t rows = stage_at(stage) + (Shape::kTokensAreRows ? of_tokens : of_weights);
-      const uint32_t columns = stage_at(stage) + (Shape::kTokensAreRows ? of_weights : of_tokens);
-      Operands<Shape> operands[2];
-      operands[0].load(rows, columns, 0);
-#pragma unroll
-      for (int32_t i = 0; i < kLoads; ++i) {
-        if (i + 1 < kLoads) operands[(i + 1) % 2].load(rows, columns, i + 1);
-        operands[i % 2].multiply(sums);
-      }
-    }
-    if (++stage == args.num_stages) stage = 0;
-    if (++to_fill == args.num_stages) to_fill = 0;
+    copier.advance_weights();
+    copier.advance_tokens();
+    --blocks_to_copy;
+    to_fill = stage;
+    stage = stage == last_stage ? ring : stage + Shape::kStageBytes;
   }
+  if (has_tokens) operands[1].multiply(sums);
   cp_async_wait<0>();
   __syncthreads();
   if (args.is_y_float) {

@@ -15,6 +15,9 @@ inline uint32_t shared_address(const void* pointer) { return emulator::shared_ad
 
 inline void prefetch_to_l2(const void*) {}
 
+template <class T>
+void keep_in_register(T& /*value*/) {}
+
 // The bytes arrive with cp_async_wait and not before, so that a missing wait gives wrong results.
 inline void cp_async_16(uint32_t to, const void* from, bool is_live) {
   emulator::copy_later(emulator::shared_pointer(to, 16), is_live ? from : nullptr, 16);
