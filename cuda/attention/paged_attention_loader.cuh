@@ -40,7 +40,8 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int3
 // appended, or the others.
 enum class Keys : uint8_t { kAll, kOld, kNew };
 
-// Copies slices of K and V to the ring. Each lane holds the location of one of its warp's 32 keys.
+// Copies slices of K and V to the ring. A warp copies its 32 keys of a chunk. Where both halves of
+// these lie in one block each, a lane knows where its half begins; else it knows where one key is.
 template <int kSliceUnits>
 class SliceLoader {
  public:
@@ -49,7 +50,7 @@ class SliceLoader {
       : base_(p.kv.base + int64_t{kv_head} * p.head_dim * 2),
         blocks_(blocks),
         block_bytes_(p.kv.block_bytes),
-        token_bytes_(int64_t{p.num_kv_heads} * p.head_dim * 2),
+        token_bytes_(p.num_kv_heads * p.head_dim * 2),
         block_size_(p.kv.block_size),
         begin_(begin),
         end_(end),
@@ -58,9 +59,9 @@ class SliceLoader {
 
   // Starts the look-up of a chunk's blocks. Keys outside [begin, end) are not read.
   __device__ __forceinline__ void look_up(int32_t chunk) {
-    const int32_t key = chunk * kChunk + warp_ * kWarpKeys + lane_;
+    const int32_t key = first_key(chunk) + (has_halves() ? lane_ / kHalf * kHalf : lane_);
     next_block_ = -1;
-    if (key >= begin_ && key < end_) {
+    if (key + (has_halves() ? kHalf - 1 : 0) >= begin_ && key < end_) {
       const int32_t index = key / block_size_;
       next_block_ = __ldcg(blocks_ + index);
       next_in_block_ = key - index * block_size_;
@@ -69,48 +70,109 @@ class SliceLoader {
 
   // The chunk looked up last is the one to copy from now on.
   __device__ __forceinline__ void enter() {
-    offset_ = next_block_ < 0 ? -1 : next_block_ * block_bytes_ + next_in_block_ * token_bytes_;
+    offset_ =
+        next_block_ < 0 ? -1 : next_block_ * block_bytes_ + int64_t{next_in_block_} * token_bytes_;
   }
 
-  // Copies keys of this warp, of one slice; `at` is the byte offset of K or V in the block plus
-  // that of the slice in the key. Neighbouring lanes take neighbouring units of a key.
+  // Copies keys of this warp of the chunk entered last, of one slice; `at` is the byte offset of K
+  // or V in the block plus that of the slice in the key. Neighbouring lanes take neighbouring units
+  // of a key.
   template <Keys kKeys>
-  __device__ __forceinline__ void copy(uint32_t to, int64_t at) const {
-    constexpr int32_t kKeysAtOnce = 32 / kSliceUnits;
-    const int32_t unit = lane_ % kSliceUnits;
-    const std::byte* const from = base_ + at + unit * 16;
-#pragma unroll 4
-    for (int32_t i = 0; i < kWarpKeys; i += kKeysAtOnce) {
+  __device__ __forceinline__ void copy(int32_t chunk, uint32_t to, int64_t at) const {
+    const std::byte* const from = base_ + at + lane_ % kSliceUnits * 16;
+    const int32_t begin = begin_ - first_key(chunk);
+    const int32_t end = end_ - first_key(chunk);
+    // New keys are few, so that more code for them does not pay.
+    constexpr bool kIsNew = kKeys == Keys::kNew;
+    if (!kIsNew && has_halves()) return copy_halves<kKeys>(to, from, begin, end);
+    const int32_t last = kIsNew ? min(end, kWarpKeys) : kWarpKeys;
+#pragma unroll 1
+    for (int32_t i = kIsNew ? num_old_ / kKeysAtOnce * kKeysAtOnce : 0; i < last;
+         i += kKeysAtOnce) {
       const int32_t key = i + lane_ / kSliceUnits;
-      const int64_t offset = __shfl_sync(kFullWarp, offset_, key);
-      const bool is_live = offset >= 0;
-      if (kKeys == Keys::kAll || (key < num_old_) == (kKeys == Keys::kOld)) {
-        cp_async_16(to + swizzled(warp_ * kWarpKeys + key, unit, kSliceUnits),
+      int64_t offset = __shfl_sync(kFullWarp, offset_, has_halves() ? key / kHalf * kHalf : key);
+      bool is_live = offset >= 0;
+      if (has_halves()) {
+        offset += int64_t{key % kHalf} * token_bytes_;
+        is_live &= key >= begin && key < end;
+      }
+      if (is_wanted<kKeys>(key, end)) {
+        cp_async_16(to + swizzled(warp_ * kWarpKeys + key, lane_ % kSliceUnits, kSliceUnits),
                     is_live ? from + offset : base_, is_live);
       }
     }
   }
 
-  // Of this warp's keys in the chunk looked up last, those before position `end` are old.
-  __device__ __forceinline__ void set_old(int32_t chunk, int32_t end) {
-    num_old_ = min(max(end - (chunk * kChunk + warp_ * kWarpKeys), 0), kWarpKeys);
+  // Of this warp's keys in the chunk looked up last, those before position `old_end` are old, and
+  // what is never read counts among them.
+  __device__ __forceinline__ void set_old(int32_t chunk, int32_t old_end) {
+    num_old_ = min(max(old_end - first_key(chunk), 0), kWarpKeys);
   }
-  __device__ __forceinline__ int32_t num_old() const { return num_old_; }
+  [[nodiscard]] __device__ __forceinline__ bool has_old() const { return num_old_ > 0; }
+  [[nodiscard]] __device__ __forceinline__ bool has_new(int32_t chunk) const {
+    return num_old_ < min(end_ - first_key(chunk), kWarpKeys);
+  }
 
  private:
+  static constexpr int32_t kHalf = kWarpKeys / 2;
+  static constexpr int32_t kKeysAtOnce = 32 / kSliceUnits;
+
+  [[nodiscard]] __device__ __forceinline__ bool has_halves() const {
+    return block_size_ % kHalf == 0;
+  }
+  // Of the warp.
+  [[nodiscard]] __device__ __forceinline__ int32_t first_key(int32_t chunk) const {
+    return chunk * kChunk + warp_ * kWarpKeys;
+  }
+  template <Keys kKeys>
+  [[nodiscard]] __device__ __forceinline__ bool is_wanted(int32_t key, int32_t end) const {
+    return kKeys == Keys::kAll || (key >= num_old_ && key < end) == (kKeys == Keys::kNew);
+  }
+  // Of the keys copied, those in [begin, end) are read. Few instructions for a copy: with few
+  // warps, their number is the time of a chunk.
+  template <Keys kKeys>
+  __device__ __forceinline__ void copy_halves(uint32_t to, const std::byte* from, int32_t begin,
+                                              int32_t end) const {
+    const int32_t lane_key = lane_ / kSliceUnits;
+    const uint32_t to_key = to + swizzled_row(lane_key);
+    const auto first_unit = static_cast<uint32_t>((lane_ % kSliceUnits ^ lane_key) * 16);
+    const int64_t step = int64_t{kKeysAtOnce} * token_bytes_;
+#pragma unroll
+    for (int32_t half = 0; half < kWarpKeys; half += kHalf) {
+      const int64_t offset = __shfl_sync(kFullWarp, offset_, half);
+      const std::byte* key_at =
+          offset >= 0 ? from + offset + int64_t{lane_key} * token_bytes_ : base_;
+#pragma unroll
+      for (int32_t i = half; i < half + kHalf; i += kKeysAtOnce) {
+        const int32_t key = i + lane_key;
+        // As `swizzled`: the units of a row are permuted by the lowest three bits of its number.
+        const uint32_t unit_at = first_unit ^ static_cast<uint32_t>(i % 8 * 16);
+        if (is_wanted<kKeys>(key, end)) {
+          cp_async_16(to_key + unit_at + static_cast<uint32_t>(i * kSliceUnits * 16), key_at,
+                      key >= begin && key < end);
+        }
+        key_at += step;
+      }
+    }
+  }
+  // Where a key of the warp begins in a stage.
+  [[nodiscard]] __device__ __forceinline__ uint32_t swizzled_row(int32_t key) const {
+    return static_cast<uint32_t>((warp_ * kWarpKeys + key) * kSliceUnits * 16);
+  }
+
   const std::byte* base_;  // of the KV head in block 0, without K's or V's offset
   const int32_t* blocks_;
   int64_t block_bytes_;
-  int64_t token_bytes_;
+  int32_t token_bytes_;
   int32_t block_size_;
   int32_t begin_;
   int32_t end_;
   int32_t lane_;
   int32_t warp_;
-  int64_t offset_ = -1;  // of this lane's key, -1: not to be read
+  int64_t offset_ = -1;  // of this lane's half, or key; -1: not to be read
   int64_t next_block_ = -1;
   int32_t next_in_block_ = 0;
-  int32_t num_old_ = 0;
+  int32_t num_old_ = 0;  // of the warp's keys
 };
 
 // The ring of slices. Its items are, chunk by chunk, the K slices and then the V slices; item i is
@@ -132,8 +194,8 @@ class SliceRing {
     if constexpr (S::kReadsAhead) {
       loader_.enter();
       loader_.set_old(load_chunk_, old_end);
-      if (loader_.num_old() == 0) return;
-#pragma unroll
+      if (!loader_.has_old()) return;
+#pragma unroll 1
       for (int32_t i = 0; i < kAhead; ++i) copy_item<Keys::kOld>(i, i);
     }
   }
@@ -141,11 +203,16 @@ class SliceRing {
   // Requests the rest of the first items. To be called once, after wait_for_predecessor().
   __device__ __forceinline__ void fill() {
     if constexpr (S::kReadsAhead) {
-      const bool has_new = loader_.num_old() < kWarpKeys && load_chunk_ < end_chunk_;
+      const bool is_live = load_chunk_ < end_chunk_;
       loader_.look_up(load_chunk_ + chunk_step_);
-#pragma unroll
+      // Loops, so that code that runs once is short.
+#pragma unroll 1
       for (int32_t i = 0; i < kAhead; ++i) {
-        if (has_new) copy_item<Keys::kNew>(i, i);
+        if (is_live && !loader_.has_old()) {
+          copy_item<Keys::kAll>(i, i);
+        } else if (is_live && loader_.has_new(load_chunk_)) {
+          copy_item<Keys::kNew>(i, i);
+        }
         cp_async_commit();
       }
       load_stage_ = kAhead;
@@ -178,7 +245,7 @@ class SliceRing {
     const bool is_value = item >= S::kSlices;
     const int32_t slice = is_value ? item - S::kSlices : item;
     loader_.template copy<kKeys>(
-        stages_ + stage * S::kSliceBytes,
+        load_chunk_, stages_ + stage * S::kSliceBytes,
         (is_value ? kv_.v_offset : kv_.k_offset) + slice * (S::kSlice * 2));
   }
 
