@@ -429,6 +429,8 @@ constexpr NamedRows kBatches[] = {{"0of4", 0, 4},       {"1of1", 1, 1},     {"3o
                                   {"16of16", 16, 16},   {"17of64", 17, 64}, {"70of130", 70, 130},
                                   {"12claimed9", 12, 9}};
 constexpr NamedRows kManyRows = {"300of512", 300, 512};
+// Products have tiles for so many rows.
+constexpr NamedRows kTileRows = {"25of32", 25, 32};
 
 }  // namespace
 
@@ -468,6 +470,7 @@ const std::vector<OpCase>& op_cases() {
         if (!is_huge || batch.max_rows <= 16) add(batch);
       }
       if (c.is_invariance_case) add(kManyRows);
+      if (c.name.find("gemm") != std::string::npos) add(kTileRows);
       if (c.roomy_rows > 0) {
         const std::string in_room = std::to_string(c.num_in_room) + "roomy";
         add({in_room.c_str(), c.num_in_room, c.roomy_rows});
