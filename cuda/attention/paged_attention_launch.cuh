@@ -97,7 +97,8 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
   const int64_t blocks = Tiles(p, Short::kRows).count * p.num_kv_heads;
   if constexpr (kHeadDim == 128) {
     using Long = Shape<kHeadDim, kMTiles, Ring::kLong>;
-    // Few enough to be split, or else that two share a multiprocessor and all run at once.
+    // The tiles are few enough to be split. Where two blocks share a multiprocessor, it is enough
+    // that all run at once.
     const int64_t at_once = int64_t{Long::kMinBlocks} * ctx.num_sms;
     if ((Long::kMinBlocks > 1 ? blocks : 2 * blocks) <= at_once &&
         Long::kBlockBytes <= ctx.block_shared_bytes) {

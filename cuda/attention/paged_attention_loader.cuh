@@ -40,8 +40,9 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int3
 // appended, or the others.
 enum class Keys : uint8_t { kAll, kOld, kNew };
 
-// Copies slices of K and V to the ring. A warp copies its 32 keys of a chunk. Where both halves of
-// these lie in one block each, a lane knows where its half begins; else it knows where one key is.
+// Copies slices of K and V to the ring. A warp copies 32 keys of a chunk. If the size of a block of
+// the pool is a multiple of 16, sixteen of these keys are always in one block: then each lane holds
+// the place of the first of its sixteen keys. Otherwise each lane holds the place of one key.
 template <int kSliceUnits>
 class SliceLoader {
  public:
@@ -103,8 +104,8 @@ class SliceLoader {
     }
   }
 
-  // Of this warp's keys in the chunk looked up last, those before position `old_end` are old, and
-  // what is never read counts among them.
+  // Tells how many of this warp's keys in the chunk looked up last are before position `old_end`.
+  // These are old. Keys that are never read are copied with them, as zeros.
   __device__ __forceinline__ void set_old(int32_t chunk, int32_t old_end) {
     num_old_ = min(max(old_end - first_key(chunk), 0), kWarpKeys);
   }

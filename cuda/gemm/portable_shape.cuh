@@ -58,8 +58,8 @@ struct TileShape {
   static constexpr int32_t kWeightBytes = kWeights * kRowBytes;
   static constexpr int32_t kStageBytes = kWeightBytes + kTokens * kRowBytes;
   static constexpr int32_t kBlocks = blocks;
-  // Whether a warp skips products of rows that do not exist. In small tiles a branch costs more.
   static constexpr int32_t kProducts = row_tiles * column_tiles;  // of a warp, in a step
+  // Whether a warp skips products of rows that do not exist. In small tiles a branch costs more.
   static constexpr bool kSkipsRows = token_warps > 1 && kProducts > 8;
   template <class Out>
   using Staged = StagedRows<Out, kWeights, kTokens, kThreads>;

@@ -429,7 +429,7 @@ constexpr NamedRows kBatches[] = {{"0of4", 0, 4},       {"1of1", 1, 1},     {"3o
                                   {"16of16", 16, 16},   {"17of64", 17, 64}, {"70of130", 70, 130},
                                   {"12claimed9", 12, 9}};
 constexpr NamedRows kManyRows = {"300of512", 300, 512};
-// Products have tiles for so many rows.
+// For products, which have tiles of their own for 17 to 32 rows.
 constexpr NamedRows kTileRows = {"25of32", 25, 32};
 
 }  // namespace
