@@ -23,7 +23,7 @@ inline constexpr __mmask32 kAllLanes = 0xffffffffu;
 
 // The sixteen values of an element for each scale, as bfloat16.
 using Mxfp4Table = std::array<std::array<uint16_t, 16>, 256>;
-inline constexpr Mxfp4Table kMxfp4Table = [] {
+alignas(32) inline constexpr Mxfp4Table kMxfp4Table = [] {
   constexpr int kExponents[8] = {0, -1, 0, 0, 1, 1, 2, 2};
   Mxfp4Table table = {};
   for (int scale = 0; scale < 256; ++scale) {

@@ -19,9 +19,9 @@
 #include "base/check.h"
 #include "base/vector_math.h"
 #include "ops/dequantize.h"
+#include "ops/four_bit_dot_tile.h"
 #include "ops/gemm_dot_tile.h"
 #include "ops/gemm_tile.h"
-#include "ops/int4_dot_tile.h"
 #include "ops/register_tile.h"
 
 namespace paceline {
@@ -219,10 +219,11 @@ void run_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* sc
 }
 
 #if defined(__x86_64__)
-// An int4 matrix and at most one tile of rows, with a dot product of bfloat16.
-struct Int4DotTiles {
+// A matrix of four bits and at most one tile of rows, with a dot product of bfloat16.
+template <WeightFormat kWeightFormat, class Source>
+struct FourBitDotTiles {
   using X = uint16_t;
-  static constexpr WeightFormat kFormat = WeightFormat::kInt4;
+  static constexpr WeightFormat kFormat = kWeightFormat;
   static constexpr int32_t kMaxRows = DotTiles::kMaxRows;
   static constexpr int32_t kMaxCols = DotTiles::kMaxCols;
 
@@ -235,10 +236,12 @@ struct Int4DotTiles {
     return DotTiles::rows(p, first, count, scratch);
   }
   template <int kCols>
-  static void run(int32_t rows, const Int4DotArgs& args) {
-    with_rows(rows, [&]<int kRows>() { int4_dot_tile<kRows, kCols>(args); });
+  static void run(int32_t rows, const FourBitDotArgs& args) {
+    with_rows(rows, [&]<int kRows>() { four_bit_dot_tile<Source, kRows, kCols>(args); });
   }
 };
+using Int4DotTiles = FourBitDotTiles<WeightFormat::kInt4, Int4DotSource>;
+using Mxfp4DotTiles = FourBitDotTiles<WeightFormat::kMxfp4, Mxfp4DotSource>;
 
 // A matrix of bfloat16 or four bits, with AVX2. One row has too few sums to wait for, so that it
 // takes two columns; more rows with two columns would not fit the registers.
@@ -395,8 +398,8 @@ void gemm_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* s
     run_register_columns<Tiles>(p, begin, end, scratch);
     return true;
   };
-  if (ran(Int4DotTiles()) || ran(Bf16RegisterTiles()) || ran(Int4RegisterTiles()) ||
-      ran(Mxfp4RegisterTiles())) {
+  if (ran(Int4DotTiles()) || ran(Mxfp4DotTiles()) || ran(Bf16RegisterTiles()) ||
+      ran(Int4RegisterTiles()) || ran(Mxfp4RegisterTiles())) {
     return;
   }
   if (DotTiles::can_run(weight)) return run_columns<DotTiles>(p, begin, end, scratch);

@@ -17,8 +17,9 @@
 #include "base/vector_math.h"
 #include "ops/gemm_tile.h"
 
-#define PACELINE_DOT_TARGET \
-  gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
+#define PACELINE_DOT_TARGETS \
+  "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512"
+#define PACELINE_DOT_TARGET gnu::target(PACELINE_DOT_TARGETS)
 
 namespace paceline {
 
