@@ -5,8 +5,9 @@
 // Every figure is the median of several replays of a graph of at least 20 launches, so that the
 // host and the clock's resolution do not matter; launches overlap as they do in an iteration.
 //
-// Usage: bench_cuda_ops [--filter SUBSTRING] [--json FILE] [--table]. --table times the row-wise
-// cases of the op table, at 16 rows, instead. Filters match names such as "gemm/qwen3-8b/qkv".
+// Usage: bench_cuda_ops [--filter SUBSTRING] [--rows LIST] [--json FILE] [--table]. --table times
+// the row-wise cases of the op table, at 16 rows, instead. Filters match names such as
+// "gemm/qwen3-8b/qkv". --rows 4,256 leaves only those numbers of rows of products, for a profiler.
 
 #include <cuda_runtime.h>
 
@@ -15,6 +16,7 @@
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -398,8 +400,17 @@ void write_json(const Bench& bench, const char* path) {
   std::fclose(file);
 }
 
+// The numbers of a list such as "4,256". Throws std::invalid_argument.
+std::vector<int32_t> parse_rows(const std::string& list) {
+  std::vector<int32_t> rows;
+  std::istringstream stream(list);
+  for (std::string number; std::getline(stream, number, ',');) rows.push_back(std::stoi(number));
+  return rows;
+}
+
 int run(int argc, char** argv) {
   std::string filter;
+  std::vector<int32_t> rows;
   const char* json = nullptr;
   bool is_table = false;
   for (int i = 1; i < argc; ++i) {
@@ -408,10 +419,13 @@ int run(int argc, char** argv) {
       is_table = true;
     } else if (option == "--filter" && i + 1 < argc) {
       filter = argv[++i];
+    } else if (option == "--rows" && i + 1 < argc) {
+      rows = parse_rows(argv[++i]);
     } else if (option == "--json" && i + 1 < argc) {
       json = argv[++i];
     } else {
-      std::fprintf(stderr, "usage: %s [--filter SUBSTRING] [--json FILE] [--table]\n", argv[0]);
+      std::fprintf(stderr, "usage: %s [--filter SUBSTRING] [--rows LIST] [--json FILE] [--table]\n",
+                   argv[0]);
       return 2;
     }
   }
@@ -420,7 +434,7 @@ int run(int argc, char** argv) {
     std::fprintf(stderr, "bench_cuda_ops: %s\n", missing.c_str());
     return 1;
   }
-  Bench bench(filter);
+  Bench bench(filter, rows);
   if (is_table) {
     bench_table(bench);
   } else {

@@ -45,10 +45,15 @@ struct Record {
 
 class Bench {
  public:
-  explicit Bench(std::string filter) : filter_(std::move(filter)) {}
+  // rows: of the products to time; empty: all.
+  Bench(std::string filter, std::vector<int32_t> rows)
+      : filter_(std::move(filter)), rows_(std::move(rows)) {}
 
   [[nodiscard]] bool wants(const std::string& name) const {
     return name.find(filter_) != std::string::npos;
+  }
+  [[nodiscard]] bool wants(int32_t rows) const {
+    return rows_.empty() || std::find(rows_.begin(), rows_.end(), rows) != rows_.end();
   }
   const std::vector<Record>& records() const { return records_; }
   void record(Record r) { records_.push_back(std::move(r)); }
@@ -126,6 +131,7 @@ class Bench {
 
  private:
   std::string filter_;
+  std::vector<int32_t> rows_;
   CudaTestContext& ctx_ = cuda_test_context();
   DeviceVector<std::byte> arena_;
   std::vector<Record> records_;
