@@ -73,7 +73,7 @@ def test_without_options_it_takes_less_than_half_a_minute_on_two_cores() -> None
     assert "dummy weights: the times are those of models of these shapes" in result.stdout
     rows = [line.split()[:2] for line in result.stdout.splitlines()]
     assert [row for row in rows if row and row[0] in ("plain", "k=4")][:4] == [
-        ["plain", "1"], ["k=4", "1"], ["plain", "8"], ["k=4", "8"],
+        ["plain", "1"], ["k=4", "1"], ["plain", "4"], ["k=4", "4"],
     ]  # fmt: skip
 
 
