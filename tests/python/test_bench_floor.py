@@ -140,7 +140,9 @@ def test_each_size_is_read_at_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> 
     assert speed.arithmetic(is_bfloat16=False) == speed.arithmetic(is_bfloat16=False) == 7
     assert speed.arithmetic(is_bfloat16=True) == 8
     speed.forget()
-    assert [speed.of(33), speed.of(33), speed.memory] == [30, 30, 40]  # the best so far
+    assert [speed.of(33), speed.of(33), speed.memory] == [30, 30, 10]  # the best so far
+    assert len(asked) == 10  # `memory` alone does not measure again
+    assert [speed.of(1 << 40), speed.memory] == [40, 40]
 
 
 def test_a_gpu_reads_at_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +160,7 @@ def test_models_that_leave_no_room_leave_the_last_speed(monkeypatch: pytest.Monk
     assert speed.memory == 7
     speed.forget()
     monkeypatch.setattr(_core, "measure_cuda_read_bandwidth", refuse)
-    assert speed.memory == 7
+    assert speed.of(5) == speed.memory == 7
     with pytest.raises(MemoryError, match="the bandwidth test"):
         _ = floor.Speed("cuda", 0).memory
 
