@@ -7,7 +7,7 @@
 //
 // Usage: bench_cuda_ops [--filter SUBSTRING] [--rows LIST] [--json FILE] [--table]. --table times
 // the row-wise cases of the op table, at 16 rows, instead. Filters match names such as
-// "gemm/qwen3-8b/qkv". --rows 4,256 leaves only those numbers of rows of products, for a profiler.
+// "gemm/qwen3-8b/qkv". With --rows 4,256 products have these numbers of rows, for a profiler.
 
 #include <cuda_runtime.h>
 

@@ -54,16 +54,8 @@ constexpr NamedGemm kGemms[] = {{"qwen3-8b/qkv", 6144, 4096},
 // Products that end in the activation.
 constexpr NamedGemm kActivatedGemms[] = {{"qwen3-8b/gate_up", 24576, 4096},
                                          {"qwen3-8b/tp2/gate_up", 12288, 4096}};
-constexpr int32_t kAllRows[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048};
+constexpr int32_t kGemmRows[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048};
 constexpr int32_t kMostRowsInTbs = 64;  // above, arithmetic bounds
-
-std::vector<int32_t> rows_of(const Bench& bench) {
-  std::vector<int32_t> rows;
-  for (const int32_t m : kAllRows) {
-    if (bench.wants(m)) rows.push_back(m);
-  }
-  return rows;
-}
 
 // The lines of a product: microseconds, and below them rates.
 class Points {
@@ -109,12 +101,12 @@ void bench_gemms(Bench& bench, const char* op, std::span<const NamedGemm> shapes
           "%s, bfloat16, cold weights; below us: TB/s of weights to %d rows, then "
           "TFLOP/s\n%-20s",
           op, kMostRowsInTbs, "rows");
-      for (const int32_t m : rows_of(bench)) std::printf("%8d", m);
+      for (const int32_t m : bench.rows_or(kGemmRows)) std::printf("%8d", m);
       std::printf("\n");
       has_header = true;
     }
     Points points;
-    for (const int32_t m : rows_of(bench)) {
+    for (const int32_t m : bench.rows_or(kGemmRows)) {
       if (shape.is_lm_head && m > 256) continue;  // no batch has that many logit rows
       const double us = bench.cold_us(make(shape, first_rows(m, m)), "weight");
       const bool is_bytes = m <= kMostRowsInTbs;
@@ -321,12 +313,12 @@ void bench_scaled(Bench& bench) {
           "weights and\nscales that rows need to %d rows, then TFLOP/s. By expert: of rows of a "
           "pass, the best %d of\nrandom experts\n%-32s",
           kMostRowsInTbs, kTopK, "rows");
-      for (const int32_t m : rows_of(bench)) std::printf("%8d", m);
+      for (const int32_t m : bench.rows_or(kGemmRows)) std::printf("%8d", m);
       std::printf("\n");
       has_header = true;
     }
     Points points;
-    for (const int32_t m : rows_of(bench)) {
+    for (const int32_t m : bench.rows_or(kGemmRows)) {
       const TimedProduct timed = make_timed(s, m);
       const double us = bench.cold_us(timed.op, "weight", timed.weight_bytes);
       const bool is_bytes = m <= kMostRowsInTbs;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,15 +46,15 @@ struct Record {
 
 class Bench {
  public:
-  // rows: of the products to time; empty: all.
+  // rows: of the products to time; empty: those that the products choose.
   Bench(std::string filter, std::vector<int32_t> rows)
       : filter_(std::move(filter)), rows_(std::move(rows)) {}
 
   [[nodiscard]] bool wants(const std::string& name) const {
     return name.find(filter_) != std::string::npos;
   }
-  [[nodiscard]] bool wants(int32_t rows) const {
-    return rows_.empty() || std::find(rows_.begin(), rows_.end(), rows) != rows_.end();
+  [[nodiscard]] std::span<const int32_t> rows_or(std::span<const int32_t> otherwise) const {
+    return rows_.empty() ? otherwise : rows_;
   }
   const std::vector<Record>& records() const { return records_; }
   void record(Record r) { records_.push_back(std::move(r)); }
