@@ -142,6 +142,7 @@ __device__ __forceinline__ void request_tokens(const WideRing<Shape>& ring, cons
 template <class Shape, bool kHasTileSums>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     matrix_gemm_kernel(const __grid_constant__ CUtensorMap token_map,
+                       const __grid_constant__ CUtensorMap weight_map,
                        const __grid_constant__ PackedArgs args, int32_t block_tokens) {
   extern __shared__ __align__(1024) std::byte storage[];
   __shared__ uint64_t full[kMaxWideStages];
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
     // Weights do not depend on the predecessor.
     if (warp == 1) {
-      produce_weights<Shape>(ring, args,
+      produce_weights<Shape>(ring, args, &weight_map,
                              {.expert = 0,
                               .column_tile = column_tile_of(args.rows, block_tokens),
                               .first_row = 0,

@@ -38,8 +38,11 @@ void launch_wide(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall&
   constexpr int32_t kBarrierBytes = 2 << 10;  // and what CUDA takes of each block's share
   const int32_t num_stages = Shape::stages_in(
       std::min(kMaxWideBytes, (227 << 10) / (is_alone ? 1 : Shape::kBlocks) - kBarrierBytes));
-  launch_packed(ctx, p, call, kernel, Shape::kWeights, Shape::kTokens, Shape::kThreads,
-                Shape::shared_bytes(num_stages), num_stages);
+  launch(ctx, "expert_gemm", kernel,
+         dim3(static_cast<uint32_t>(num_packed_blocks(p, Shape::kWeights, Shape::kTokens))),
+         dim3(Shape::kThreads), static_cast<size_t>(Shape::shared_bytes(num_stages)),
+         wide_weight_map<Shape>(p.weight),
+         packed_args(p, call, Shape::kWeights, Shape::kTokens, num_stages));
 }
 
 template <class Shape, bool kHasTileSums>
@@ -54,6 +57,7 @@ void launch_matrix(CudaContext& ctx, const ExpertGemmParams& p, const ProductCal
          dim3(static_cast<uint32_t>(num_packed_blocks(p, Shape::kWeights, block_tokens))),
          dim3(Shape::kThreads), static_cast<size_t>(Shape::shared_bytes(num_stages)),
          tensor_map(p.x, p.max_rows, p.weight.first.k, p.x_stride, block_tokens),
+         wide_weight_map<Shape>(p.weight),
          packed_args(p, call, Shape::kWeights, Shape::kTokens, num_stages), block_tokens);
 }
 
@@ -115,7 +119,7 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const Pro
   if (rows <= 16) return launch_few_rows<format, kHasTileSums>(ctx, p, call);
   if constexpr (format == WeightFormat::kMxfp4) {
     // A tile has room for one and a half times the mean, which a random routing seldom exceeds.
-    if (rows <= 44) return launch_wide<WideShape<format, 2, 32, 3, 2>, false>(ctx, p, call);
+    if (rows <= 44) return launch_wide<WideShape<format, 2, 32, 2>, false>(ctx, p, call);
     if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, call);
     launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
   } else {

@@ -33,7 +33,7 @@ inline GatedEnd gated_end(const ProductCall& call) {
 
 // The arguments of a kernel whose tiles have `weights` by `tokens` outputs.
 inline PackedArgs packed_args(const ExpertGemmParams& p, const ProductCall& call, int32_t weights,
-                              int32_t tokens, int32_t num_stages) {
+                              int32_t tokens, int32_t num_stages = 0) {
   const WeightMatrix& w = p.weight.first;
   return {.rows = expert_rows(p, call, weights),
           .scales = scale_args(p.weight),
@@ -59,10 +59,10 @@ inline PackedArgs packed_args(const ExpertGemmParams& p, const ProductCall& call
 // Launches `kernel`, whose tiles have `weights` by `tokens` outputs.
 inline void launch_packed(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call,
                           void (*kernel)(PackedArgs), int32_t weights, int32_t tokens,
-                          int32_t threads, int32_t shared_bytes, int32_t num_stages = 0) {
+                          int32_t threads, int32_t shared_bytes) {
   launch(ctx, "expert_gemm", kernel,
          dim3(static_cast<uint32_t>(num_packed_blocks(p, weights, tokens))), dim3(threads),
-         static_cast<size_t>(shared_bytes), packed_args(p, call, weights, tokens, num_stages));
+         static_cast<size_t>(shared_bytes), packed_args(p, call, weights, tokens));
 }
 
 // Allows `kernel` the shared memory that it needs, once for each kernel of a type.
@@ -136,7 +136,7 @@ void launch_warps(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
       return launch_mxfp4<Mxfp4Shape<2, 1, 4, 5>>(ctx, p, call);
     }
     // Where few warps share a multiprocessor, more of them with 16 rows each are faster.
-    launch_mxfp4<Mxfp4Shape<1, 1, 2, 8>>(ctx, p, call);
+    launch_mxfp4<Mxfp4Shape<1, 1, 4, 6>>(ctx, p, call);
   } else if constexpr (format == WeightFormat::kNvfp4) {
     // As many blocks as share the memory of a multiprocessor.
     if (!is_narrow) return launch_mxfp4<Mxfp4Shape<2, 2, 4, 3, format>>(ctx, p, call);

@@ -78,6 +78,16 @@ CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t
                    box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+CUtensorMap line_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
+                     int64_t row_bytes, int32_t box_rows, int32_t box_bytes) {
+  return encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, data,
+                   {static_cast<cuuint64_t>(row_bytes) / 8, static_cast<cuuint64_t>(rows),
+                    static_cast<cuuint64_t>(matrices)},
+                   {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(stride)},
+                   {static_cast<cuuint32_t>(box_bytes) / 8, static_cast<cuuint32_t>(box_rows), 1},
+                   CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
 CUtensorMap paged_map(const void* data, int64_t block_bytes, int32_t block_size, int32_t heads,
                       int32_t head_dim, int32_t box_tokens) {
   constexpr cuuint32_t kBoxColumns = 64;

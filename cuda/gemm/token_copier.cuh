@@ -18,7 +18,8 @@
 namespace paceline::cuda {
 
 // Copies the rows of a tile, 128 columns of K by 128 columns; one object for each thread of the
-// kTokenWarps warps. Sixteen lanes copy a row's 256 bytes of a stage.
+// kTokenWarps warps. Four lanes copy 64 bytes of a row at once, and each lane four pieces of its
+// rows, so that it has one address and one condition for four copies.
 template <class Shape>
 class TokenCopier {
  public:
@@ -26,50 +27,62 @@ class TokenCopier {
   __device__ __forceinline__ TokenCopier(const __nv_bfloat16* x, int64_t stride,
                                          const int32_t* x_rows, int32_t k, const ExpertTile& tile,
                                          int32_t thread)
-      : x_(reinterpret_cast<const std::byte*>(x)), k_(k), piece_(thread % 16) {
-    const int32_t first = thread / 16;
-    num_rows_ = (tile.num_rows - first + kRowStep - 1) / kRowStep;
+      : k_(k), piece_(thread % 4) {
+    const int32_t first = thread / 4;
 #pragma unroll
     for (int32_t i = 0; i < kRows; ++i) {
-      const int32_t of_y = tile.first_row + first + i * kRowStep;
-      const int64_t row = i >= num_rows_ ? 0 : x_rows != nullptr ? x_rows[of_y] : of_y;
-      sources_[i] = static_cast<uint32_t>(row * stride * 2 + piece_ * 16);
+      const int32_t row = first + i * kRowStep;
+      exists_[i] = row < tile.num_rows;
+      const int32_t of_y = tile.first_row + row;
+      const int64_t of_x = !exists_[i] ? 0 : x_rows != nullptr ? x_rows[of_y] : of_y;
+      from_[i] = reinterpret_cast<const std::byte*>(x + of_x * stride + piece_ * 8);
     }
 #pragma unroll
-    for (int32_t i = 0; i < kPatterns; ++i) {
-      const int32_t row = first + i * kRowStep;
-      patterns_[i] = static_cast<uint32_t>(first * 128 + ((piece_ % 8) ^ (row % 8)) * 16);
+    for (int32_t i = 0; i < 2; ++i) {
+      offsets_[i] = static_cast<uint32_t>(first * 128 + ((4 * i + piece_) ^ (first % 8)) * 16);
     }
   }
 
   // `to`: the shared address of the stage's tokens.
   __device__ __forceinline__ void copy(uint32_t to, int32_t block) const {
-    const bool is_inside = block * Shape::kStageDepth + piece_ * 8 < k_;
-    const uint32_t tile = to + static_cast<uint32_t>(piece_ / 8 * Shape::kTokenBytes);
-    // The same for all lanes, which need no 64-bit arithmetic of their own. Beyond K nothing is
-    // read.
-    const std::byte* const from = x_ + int64_t{block} * (Shape::kStageDepth * 2);
-#pragma unroll
-    for (int32_t i = 0; i < kRows; ++i) {
-      if (i >= num_rows_) continue;
-      const uint32_t at = patterns_[i % kPatterns] + static_cast<uint32_t>(i * kRowStep * 128);
-      cp_async_16(tile + at, from + sources_[i], is_inside);
+    if ((block + 1) * Shape::kStageDepth <= k_) {
+      copy_pieces(to, block, [](int32_t) { return true; });
+    } else {
+      copy_pieces(to, block, [&](int32_t i) {
+        return block * Shape::kStageDepth + (4 * i + piece_) * 8 < k_;
+      });
     }
   }
 
  private:
-  static constexpr int32_t kRowStep = 2 * Shape::kTokenWarps;
+  static constexpr int32_t kRowStep = 8 * Shape::kTokenWarps;
   static constexpr int32_t kRows = Shape::kTokens / kRowStep;
-  static constexpr int32_t kPatterns = 8 / kRowStep;
-  static_assert(kRows * kRowStep == Shape::kTokens && kPatterns * kRowStep == 8);
+  static_assert(kRows * kRowStep == Shape::kTokens);
 
-  const std::byte* x_;
+  // is_inside: whether piece i of this lane lies before the end of K. Beyond it nothing is read.
+  template <class IsInside>
+  __device__ __forceinline__ void copy_pieces(uint32_t to, int32_t block,
+                                              const IsInside& is_inside) const {
+    const uint32_t halves[2] = {to + offsets_[0], to + offsets_[1]};
+#pragma unroll
+    for (int32_t i = 0; i < kRows; ++i) {
+      if (!exists_[i]) continue;
+      const std::byte* const from = from_[i] + int64_t{block} * (Shape::kStageDepth * 2);
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) {
+        const uint32_t at =
+            halves[j % 2] + static_cast<uint32_t>(j / 2 * Shape::kTokenBytes + i * kRowStep * 128);
+        const bool copies = is_inside(j);
+        cp_async_16(at, copies ? from + j * 64 : from, copies);
+      }
+    }
+  }
+
   int32_t k_;
-  int32_t piece_;
-  int32_t num_rows_;         // of this thread
-  uint32_t sources_[kRows];  // bytes from x; what is not a row has any value
-  // Where the pieces of the first rows lie. Those kPatterns rows further on are in the same order.
-  uint32_t patterns_[kPatterns];
+  int32_t piece_;  // the first of this lane's: it copies every fourth
+  bool exists_[kRows];
+  const std::byte* from_[kRows];
+  uint32_t offsets_[2];  // of a piece in either half of a row of 128 bytes
 };
 
 }  // namespace paceline::cuda

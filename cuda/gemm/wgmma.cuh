@@ -112,6 +112,13 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   barrier_wait(shared_address(barrier), parity);
 }
 
+// The same for a warp that is well ahead of those it waits for. It looks seldom, since what it
+// issues is taken from the other warps.
+__device__ __forceinline__ void barrier_wait_idle(uint64_t* barrier, uint32_t parity) {
+  constexpr uint32_t kNanoseconds = 64;
+  while (!barrier_try_wait(shared_address(barrier), parity)) __nanosleep(kNanoseconds);
+}
+
 // --- Bulk tensor copy ------------------------------------------------------------------------
 
 // Cache policies as 64-bit operands: weights are read once and evicted first, activations last.
@@ -140,14 +147,19 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32
 }
 
 // Copies the box at (column, row, outer) of a three-dimensional map.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int32_t column,
                                          int32_t row, int32_t outer, uint64_t* barrier,
                                          uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(outer), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,
+                                         int32_t row, int32_t outer, uint64_t* barrier,
+                                         uint64_t policy) {
+  copy_box(shared_address(to), map, column, row, outer, barrier, policy);
 }
 
 // Copies the box at (column, row, matrix, outer) of a four-dimensional map.

@@ -9,6 +9,7 @@
 //   of K (wide_operand.cuh) while the tensor cores multiply the 64 before.
 // - Scales that are not part of the values multiply the sums of 128 columns, one stage.
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <cstddef>
@@ -211,7 +212,8 @@ __device__ __forceinline__ void compute_wide_tile(const PackedArgs& args, const 
 
 template <class Shape, bool kHasTileSums>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    wide_gemm_kernel(const __grid_constant__ PackedArgs args) {
+    wide_gemm_kernel(const __grid_constant__ CUtensorMap weight_map,
+                     const __grid_constant__ PackedArgs args) {
   extern __shared__ __align__(1024) std::byte storage[];
   __shared__ uint64_t full[kMaxWideStages];
   __shared__ uint64_t empty[kMaxWideStages];
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if (producer >= 32 * Shape::kTokenWarps) {
       // Weights do not depend on the predecessor.
       if (producer < 32 * (Shape::kTokenWarps + 1)) {
-        produce_weights<Shape>(ring, args, tile, num_blocks);
+        produce_weights<Shape>(ring, args, &weight_map, tile, num_blocks);
       }
       if (is_early) wait_for_predecessor();
       return;

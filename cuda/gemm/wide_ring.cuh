@@ -4,6 +4,7 @@
 // The ring of a block of wide_kernel.cuh, and the warps that fill it. A stage has 128 columns of K:
 // tokens, packed weights and their scales.
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include "gemm/int4_elements.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_weights.h"
+#include "gemm/tensor_map.h"
 #include "gemm/token_copier.cuh"
 #include "gemm/wgmma.cuh"
 
@@ -219,39 +221,38 @@ class Int4ScaleCopier {
   Int4Groups groups_;
 };
 
-// Fills the ring with weights and scales; called by a warp.
+// The weights of WideShape `Shape`, for the copy engine: a box is those of a stage.
+template <class Shape>
+CUtensorMap wide_weight_map(const ExpertMatrices& matrices) {
+  const WeightMatrix& w = matrices.first;
+  const int64_t row_bytes =
+      int64_t{(w.k + kPackedColumns - 1) / kPackedColumns} * (Shape::kRowTileBytes / 2);
+  const int32_t row_tiles = (w.n + kPackedRows - 1) / kPackedRows;
+  return line_map(w.data, matrices.num_experts,
+                  std::max(matrices.data_stride, row_tiles * row_bytes), row_tiles, row_bytes,
+                  Shape::kRowTiles, Shape::kRowTileBytes);
+}
+
+// Fills the ring with weights and scales; called by a warp. map: wide_weight_map.
 template <class Shape>
 __device__ __forceinline__ void produce_weights(const WideRing<Shape>& ring, const PackedArgs& args,
-                                                const ExpertTile& tile, int32_t num_blocks) {
+                                                const CUtensorMap* map, const ExpertTile& tile,
+                                                int32_t num_blocks) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   using Scales = std::conditional_t<Shape::kFormat == WeightFormat::kInt4, Int4ScaleCopier<Shape>,
                                     ScaleCopier<Shape>>;
   const Scales scales(args, tile, lane);
-  const int32_t tile_cols = (args.k + kPackedColumns - 1) / kPackedColumns;
-  const int64_t row_bytes = int64_t{tile_cols} * (Shape::kRowTileBytes / 2);
   const int32_t first = tile.column_tile * Shape::kRowTiles;
-  // A row tile behind the last one reads the last one; its outputs are not written.
-  const int32_t last = (args.n - 1) / kPackedRows - first;
-  const std::byte* from = args.data + tile.expert * args.data_stride + first * row_bytes;
   RingPlace place;
   place.parity = 1;
   for (int32_t block = 0; block < num_blocks; ++block) {
     // The first round finds the stages empty.
-    if (block >= ring.num_stages) barrier_wait(&ring.empty[place.stage], place.parity);
+    if (block >= ring.num_stages) barrier_wait_idle(&ring.empty[place.stage], place.parity);
     uint64_t* const full = &ring.full[place.stage];
     if (lane == 0) {
-      // A last stage of 64 columns leaves its second half as it is: any bits are finite elements,
-      // and the tokens are zero.
-      const uint32_t bytes =
-          2 * block + 2 <= tile_cols ? Shape::kRowTileBytes : Shape::kRowTileBytes / 2;
-      barrier_expect(full, Shape::kRowTiles * bytes);
-      const uint32_t to = ring.weights(place.stage);
-#pragma unroll
-      for (int32_t i = 0; i < Shape::kRowTiles; ++i) {
-        copy_bulk(to + static_cast<uint32_t>(i * Shape::kRowTileBytes),
-                  from + min(i, last) * row_bytes, bytes, full, args.weight_policy);
-      }
-      from += Shape::kRowTileBytes;
+      barrier_expect(full, Shape::kWeightBytes);
+      copy_box(ring.weights(place.stage), map, block * (Shape::kRowTileBytes / 8), first,
+               tile.expert, full, args.weight_policy);
     }
     __syncwarp();
     scales.copy(ring.scales(place.stage), block);
@@ -277,7 +278,7 @@ __device__ __forceinline__ void produce_tokens(const WideRing<Shape>& ring, cons
   place.parity = 1;
   RingPlace oldest;  // the stage whose tokens have been in flight longest
   for (int32_t block = 0; block < num_blocks; ++block) {
-    if (block >= ring.num_stages) barrier_wait(&ring.empty[place.stage], place.parity);
+    if (block >= ring.num_stages) barrier_wait_idle(&ring.empty[place.stage], place.parity);
     copier.copy(ring.tokens(place.stage), block);
     cp_async_commit();
     if (block >= Shape::kStagesAhead) {
