@@ -52,17 +52,17 @@ __device__ __forceinline__ void multiply_part(const uint32_t (&a)[kRegisters], u
 }
 
 // Multiplies the stages as they arrive with their first kTokens tokens; called by a warpgroup.
-template <class Shape, int32_t kTokens, bool kHasTileSums>
+// kVariant: see variant_of.
+template <class Shape, int32_t kTokens, bool kHasTileSums, bool kVariant>
 __device__ __forceinline__ void multiply_stages(const PackedArgs& args, const WideRing<Shape>& ring,
                                                 int32_t num_blocks, int32_t row_tile,
                                                 float (&sums)[kTokens / 2]) {
-  StageOperand<Shape, kHasTileSums> operand(args, row_tile);
+  StageOperand<Shape, kHasTileSums, kVariant> operand(args, row_tile);
   uint32_t a[2][4 * Shape::kSteps];
   float parts[kTokens / 2] = {};  // of a stage
   float by[2] = {0.0f, 0.0f};
   RingPlace place;
   int32_t previous = -1;
-  const uint64_t descriptor = tile_descriptor(ring.tokens(0));
   // After the last stage (`is_stage` is false) it does not wait: what it reads is not used.
   const auto begin = [&](bool is_stage) {
     if (is_stage) barrier_wait(&ring.full[place.stage], place.parity);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_stages(const PackedArgs& args, const Wi
   // products of the part before run.
   const auto multiply = [&](float (&to)[kTokens / 2], bool is_last) {
     const int32_t stage = place.stage;
-    const uint64_t tokens = descriptor + static_cast<uint32_t>(stage * (Shape::kTileBytes >> 4));
+    const uint64_t tokens = tile_descriptor(uniform(ring.tokens(stage)));
     if constexpr (kHasTileSums) {
       by[0] = operand.scale(0);
       by[1] = operand.scale(1);
@@ -128,6 +128,36 @@ __device__ __forceinline__ void multiply_stages(const PackedArgs& args, const Wi
   if constexpr (!kHasTileSums) {
     wgmma_wait<0>();
     pin(sums);
+  }
+}
+
+// The same with two multiplications for each weight of kMxfp4, which is rare: it does one thing
+// after the other, in few registers.
+template <class Shape, int32_t kTokens>
+__device__ __forceinline__ void multiply_large_stages(const PackedArgs& args,
+                                                      const WideRing<Shape>& ring,
+                                                      int32_t num_blocks, int32_t row_tile,
+                                                      float (&sums)[kTokens / 2]) {
+  StageOperand<Shape, /*kHasTileSums=*/false, /*kVariant=*/true> operand(args, row_tile);
+  RingPlace place;
+  for (int32_t block = 0; block < num_blocks; ++block) {
+    barrier_wait(&ring.full[place.stage], place.parity);
+    operand.read_scales(ring.scales(place.stage));
+    const uint64_t tokens = tile_descriptor(ring.tokens(place.stage));
+#pragma unroll
+    for (int32_t part = 0; part < Shape::kParts; ++part) {
+      const int32_t step = part * Shape::kSteps;
+      uint32_t a[4 * Shape::kSteps];
+      operand.read(ring.weights(place.stage), part);
+      operand.convert(part, a);
+      multiply_part<kTokens, false>(
+          a, tokens + step / 4 * (Shape::kTokenBytes >> 4) + step % 4 * kNext16Columns, sums);
+      wgmma_wait<0>();
+      pin(sums);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[place.stage]);
+    place.next(ring.num_stages);
   }
 }
 
@@ -194,7 +224,13 @@ __device__ __forceinline__ void compute_wide_tile(const PackedArgs& args, const 
                                                   int32_t num_blocks) {
   const int32_t row_tile = static_cast<int32_t>(threadIdx.x) / 32;
   float sums[kTokens / 2] = {};
-  multiply_stages<Shape, kTokens, kHasTileSums>(args, ring, num_blocks, row_tile, sums);
+  if (!variant_of<Shape>(args, tile, row_tile)) {
+    multiply_stages<Shape, kTokens, kHasTileSums, false>(args, ring, num_blocks, row_tile, sums);
+  } else if constexpr (Shape::kFormat == WeightFormat::kInt4) {
+    multiply_stages<Shape, kTokens, kHasTileSums, true>(args, ring, num_blocks, row_tile, sums);
+  } else if constexpr (Shape::kFormat == WeightFormat::kMxfp4) {
+    multiply_large_stages<Shape, kTokens>(args, ring, num_blocks, row_tile, sums);
+  }
   if constexpr (Shape::kFormat == WeightFormat::kFp8 && !kHasTileSums) {
     if (args.scales.use == ScaleUse::kRowSums) {
       const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;

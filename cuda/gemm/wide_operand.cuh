@@ -16,7 +16,48 @@
 
 namespace paceline::cuda {
 
-template <class Shape, bool kHasTileSums>
+// Whether `flag` is set in any thread of the calling warpgroup, whose barrier is 2 and its number.
+__device__ __forceinline__ bool any_in_warpgroup(bool flag) {
+  uint32_t is_any;
+  asm volatile(
+      "{\n"
+      ".reg .pred flag, any;\n"
+      "setp.ne.u32 flag, %2, 0;\n"
+      "bar.red.or.pred any, %1, 128, flag;\n"
+      "selp.u32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(is_any)
+      : "r"(2 + threadIdx.x / 128), "r"(flag ? 1 : 0)
+      : "memory");
+  return is_any != 0;
+}
+
+// How the weights of a tile are converted, as StageOperand's kVariant: of kMxfp4, with two
+// multiplications, as a scale of the warpgroup's rows is too large for one; of kInt4, with scales
+// in float16. The same in all warps of the warpgroup, which call it.
+template <class Shape>
+__device__ __forceinline__ bool variant_of(const PackedArgs& args, const ExpertTile& tile,
+                                           int32_t row_tile) {
+  if constexpr (Shape::kFormat == WeightFormat::kInt4) return args.int4.is_float16;
+  if constexpr (Shape::kFormat != WeightFormat::kMxfp4) return false;
+  // A byte from 128 may be above kMaxScaleByte, which is 128.
+  static_assert(PackedElements<WeightFormat::kMxfp4>::kMaxScaleByte == 128);
+  const int32_t last = (args.n - 1) / kPackedRows;
+  const int64_t row_bytes =
+      int64_t{(args.k + kPackedColumns - 1) / kPackedColumns} * kPackedScaleBytes;
+  const std::byte* const scales =
+      args.scales.scales + tile.expert * args.scales.expert_stride +
+      min(tile.column_tile * Shape::kRowTiles + row_tile, last) * row_bytes;
+  uint32_t bits = 0;  // of all bytes
+  for (auto at = static_cast<int64_t>(threadIdx.x % 32) * 16; at < row_bytes; at += 32 * 16) {
+    const uint4 four = __ldg(reinterpret_cast<const uint4*>(scales + at));
+    bits |= four.x | four.y | four.z | four.w;
+  }
+  return any_in_warpgroup((bits & 0x80808080u) != 0);
+}
+
+// kVariant: see variant_of. Of kFp8 the scales of each stage tell.
+template <class Shape, bool kHasTileSums, bool kVariant = false>
 class StageOperand {
  public:
   static constexpr bool kIsFp8 = Shape::kFormat == WeightFormat::kFp8;
@@ -27,7 +68,6 @@ class StageOperand {
   // row_tile: of the calling warp in the block's tile.
   __device__ __forceinline__ StageOperand(const PackedArgs& args, int32_t row_tile)
       : has_values_(args.scales.use == ScaleUse::kValues),
-        is_float16_(args.int4.is_float16),
         groups_(args, /*expert=*/0, /*row_tile=*/0) {
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
     weights_at_ = static_cast<uint32_t>(row_tile * Shape::kRowTileBytes + lane * 16);
@@ -63,25 +103,19 @@ class StageOperand {
       if (!has_values_) scales_[0] = scales_[1] = __float_as_uint(1.0f);
       const float most = fmaxf(fabsf(scale(0)), fabsf(scale(1)));
       is_twice_ = __any_sync(kAllLanes, most > Elements::kMaxScale);
-    } else if constexpr (Shape::kFormat == WeightFormat::kMxfp4) {
-      // A byte from 128 may be above kMaxScaleByte, which is 128.
-      static_assert(Elements::kMaxScaleByte == 128);
-      is_twice_ = __any_sync(kAllLanes, ((scales_[0] | scales_[1]) & 0x80808080u) != 0);
     }
   }
 
   // The operands of the part that has been read.
   __device__ __forceinline__ void convert(int32_t part, uint32_t (&a)[4 * Shape::kSteps]) const {
     if constexpr (kIsInt4) {
-      return is_float16_ ? convert_codes<true>(part, a) : convert_codes<false>(part, a);
-    }
-    if constexpr (kIsNvfp4) return convert_lines(part, a);
-    if constexpr (!kIsInt4 && !kIsNvfp4) {
-      if (!kHasTileSums && is_twice_) {
-        convert<true>(part, a);
-      } else {
-        convert<false>(part, a);
-      }
+      convert_codes<kVariant>(part, a);
+    } else if constexpr (kIsNvfp4) {
+      convert_lines(part, a);
+    } else if (kIsFp8 && is_twice_) {
+      convert_elements<true>(part, a);
+    } else {
+      convert_elements<kVariant>(part, a);
     }
   }
 
@@ -92,7 +126,8 @@ class StageOperand {
   static constexpr int32_t kPieces = kIsFp8 ? Shape::kSteps / 2 : 1;  // of a part
 
   template <bool kIsTwice>
-  __device__ __forceinline__ void convert(int32_t part, uint32_t (&a)[4 * Shape::kSteps]) const {
+  __device__ __forceinline__ void convert_elements(int32_t part,
+                                                   uint32_t (&a)[4 * Shape::kSteps]) const {
 #pragma unroll
     for (int32_t i = 0; i < Shape::kSteps; ++i) {
       const int32_t step = (part * Shape::kSteps + i) % 4;  // of 64 columns
@@ -161,10 +196,9 @@ class StageOperand {
   }
 
   bool has_values_;        // kFp8: the scales are part of the values
-  bool is_float16_;        // kInt4: the scales are float16
   int32_t stage_ = -1;     // kInt4: whose scales have been read
   Int4Groups groups_;      // kInt4
-  bool is_twice_ = false;  // the same in all lanes of the warp
+  bool is_twice_ = false;  // kFp8; the same in all lanes of the warp
   uint32_t weights_at_;
   uint32_t scales_at_;
   uint4 pieces_[kPieces];

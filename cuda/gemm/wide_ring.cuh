@@ -54,7 +54,7 @@ struct WideShape {
   static_assert(tokens % 16 == 0 && kTileBytes % 1024 == 0);
 
   static constexpr int32_t kConsumers = groups * 128;
-  static constexpr int32_t kTokenWarps = tokens <= 32 ? 1 : 2;
+  static constexpr int32_t kTokenWarps = tokens <= 48 ? 1 : 2;
   // A warp for the weights; where the warpgroups move registers, they must be whole.
   static constexpr bool kMovesRegisters = moves_registers;
   static constexpr int32_t kProducers = moves_registers ? 128 : 32 * (kTokenWarps + 1);
