@@ -120,7 +120,7 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const Pro
   if constexpr (format == WeightFormat::kMxfp4) {
     // A tile has room for one and a half times the mean, which a random routing seldom exceeds.
     if (rows <= 44) return launch_wide<WideShape<format, 2, 32, 2>, false>(ctx, p, call);
-    if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2>, false>(ctx, p, call);
+    if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, call);
     launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
   } else {
     // The tile that leaves the busiest multiprocessor the least to do.

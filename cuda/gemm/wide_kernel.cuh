@@ -228,7 +228,7 @@ __device__ __forceinline__ void compute_wide_tile(const PackedArgs& args, const 
     multiply_stages<Shape, kTokens, kHasTileSums, false>(args, ring, num_blocks, row_tile, sums);
   } else if constexpr (Shape::kFormat == WeightFormat::kInt4) {
     multiply_stages<Shape, kTokens, kHasTileSums, true>(args, ring, num_blocks, row_tile, sums);
-  } else if constexpr (Shape::kFormat == WeightFormat::kMxfp4) {
+  } else if constexpr (Shape::kScansScales) {
     multiply_large_stages<Shape, kTokens>(args, ring, num_blocks, row_tile, sums);
   }
   if constexpr (Shape::kFormat == WeightFormat::kFp8 && !kHasTileSums) {

@@ -32,6 +32,12 @@ __device__ __forceinline__ bool any_in_warpgroup(bool flag) {
   return is_any != 0;
 }
 
+// Whether four scales of kMxfp4 have one that is too large for one multiplication, or nearly.
+__device__ __forceinline__ bool is_large_mxfp4(uint32_t scales) {
+  static_assert(PackedElements<WeightFormat::kMxfp4>::kMaxScaleByte == 128);
+  return (scales & 0x80808080u) != 0;
+}
+
 // How the weights of a tile are converted, as StageOperand's kVariant: of kMxfp4, with two
 // multiplications, as a scale of the warpgroup's rows is too large for one; of kInt4, with scales
 // in float16. The same in all warps of the warpgroup, which call it.
@@ -39,9 +45,7 @@ template <class Shape>
 __device__ __forceinline__ bool variant_of(const PackedArgs& args, const ExpertTile& tile,
                                            int32_t row_tile) {
   if constexpr (Shape::kFormat == WeightFormat::kInt4) return args.int4.is_float16;
-  if constexpr (Shape::kFormat != WeightFormat::kMxfp4) return false;
-  // A byte from 128 may be above kMaxScaleByte, which is 128.
-  static_assert(PackedElements<WeightFormat::kMxfp4>::kMaxScaleByte == 128);
+  if constexpr (!Shape::kScansScales) return false;
   const int32_t last = (args.n - 1) / kPackedRows;
   const int64_t row_bytes =
       int64_t{(args.k + kPackedColumns - 1) / kPackedColumns} * kPackedScaleBytes;
@@ -53,15 +57,17 @@ __device__ __forceinline__ bool variant_of(const PackedArgs& args, const ExpertT
     const uint4 four = __ldg(reinterpret_cast<const uint4*>(scales + at));
     bits |= four.x | four.y | four.z | four.w;
   }
-  return any_in_warpgroup((bits & 0x80808080u) != 0);
+  return any_in_warpgroup(is_large_mxfp4(bits));
 }
 
-// kVariant: see variant_of. Of kFp8 the scales of each stage tell.
+// kVariant: see variant_of. Of kFp8, and of kMxfp4 in a shape that does not scan its scales, the
+// scales of each stage tell.
 template <class Shape, bool kHasTileSums, bool kVariant = false>
 class StageOperand {
  public:
   static constexpr bool kIsFp8 = Shape::kFormat == WeightFormat::kFp8;
   static constexpr bool kIsInt4 = Shape::kFormat == WeightFormat::kInt4;
+  static constexpr bool kIsMxfp4 = Shape::kFormat == WeightFormat::kMxfp4;
   static constexpr bool kIsNvfp4 = Shape::kFormat == WeightFormat::kNvfp4;
   using Elements = PackedElements<Shape::kFormat>;
 
@@ -103,6 +109,8 @@ class StageOperand {
       if (!has_values_) scales_[0] = scales_[1] = __float_as_uint(1.0f);
       const float most = fmaxf(fabsf(scale(0)), fabsf(scale(1)));
       is_twice_ = __any_sync(kAllLanes, most > Elements::kMaxScale);
+    } else if constexpr (kIsMxfp4 && !Shape::kScansScales) {
+      is_twice_ = __any_sync(kAllLanes, is_large_mxfp4(scales_[0] | scales_[1]));
     }
   }
 
@@ -112,7 +120,7 @@ class StageOperand {
       convert_codes<kVariant>(part, a);
     } else if constexpr (kIsNvfp4) {
       convert_lines(part, a);
-    } else if (kIsFp8 && is_twice_) {
+    } else if (is_twice_) {
       convert_elements<true>(part, a);
     } else {
       convert_elements<kVariant>(part, a);
@@ -198,7 +206,7 @@ class StageOperand {
   bool has_values_;        // kFp8: the scales are part of the values
   int32_t stage_ = -1;     // kInt4: whose scales have been read
   Int4Groups groups_;      // kInt4
-  bool is_twice_ = false;  // kFp8; the same in all lanes of the warp
+  bool is_twice_ = false;  // by the stage's scales; the same in all lanes of the warp
   uint32_t weights_at_;
   uint32_t scales_at_;
   uint4 pieces_[kPieces];
