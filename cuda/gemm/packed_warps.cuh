@@ -135,8 +135,10 @@ void launch_warps(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
     if (row_tiles >= 64 || rows_to_expect(p) >= 4) {
       return launch_mxfp4<Mxfp4Shape<2, 1, 4, 5>>(ctx, p, call);
     }
-    // Where few warps share a multiprocessor, more of them with 16 rows each are faster.
-    launch_mxfp4<Mxfp4Shape<1, 1, 4, 6>>(ctx, p, call);
+    // Where few warps share a multiprocessor, more of them with 16 rows each are faster; and where
+    // they leave room, in blocks of two, so that blocks of the next product start beside them.
+    if (row_tiles >= 32) return launch_mxfp4<Mxfp4Shape<1, 1, 4, 6>>(ctx, p, call);
+    launch_mxfp4<Mxfp4Shape<1, 1, 2, 8>>(ctx, p, call);
   } else if constexpr (format == WeightFormat::kNvfp4) {
     // As many blocks as share the memory of a multiprocessor.
     if (!is_narrow) return launch_mxfp4<Mxfp4Shape<2, 2, 4, 3, format>>(ctx, p, call);
