@@ -66,4 +66,21 @@ constexpr StageBoxes<4> pair_boxes(int32_t rows, int32_t k, int32_t box_rows, in
           .box = {one.box[0], one.box[1], 2, one.box[2]}};
 }
 
+// What packed weights are counted in.
+inline constexpr int32_t kPackedWordBytes = 8;
+
+// Boxes of packed weights: box_bytes of each of box_row_tiles row tiles of one of `num_experts`
+// matrices, `stride` bytes apart, which may overlap. A row tile has row_bytes. The dimensions are
+// the words of a row tile, row tiles and matrices.
+constexpr StageBoxes<3> packed_boxes(int32_t row_tiles, int64_t row_bytes, int32_t num_experts,
+                                     int64_t stride, int32_t box_row_tiles, int32_t box_bytes) {
+  // One matrix has no stride.
+  const int64_t pitch = num_experts > 1 ? stride : row_tiles * row_bytes;
+  return {.extent = {static_cast<uint64_t>(row_bytes) / kPackedWordBytes,
+                     static_cast<uint64_t>(row_tiles), static_cast<uint64_t>(num_experts)},
+          .pitch = {static_cast<uint64_t>(row_bytes), static_cast<uint64_t>(pitch)},
+          .box = {static_cast<uint32_t>(box_bytes / kPackedWordBytes),
+                  static_cast<uint32_t>(box_row_tiles), 1}};
+}
+
 }  // namespace paceline::cuda

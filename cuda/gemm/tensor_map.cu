@@ -78,13 +78,9 @@ CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t
                    box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-CUtensorMap line_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
-                     int64_t row_bytes, int32_t box_rows, int32_t box_bytes) {
-  return encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, data,
-                   {static_cast<cuuint64_t>(row_bytes) / 8, static_cast<cuuint64_t>(rows),
-                    static_cast<cuuint64_t>(matrices)},
-                   {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(stride)},
-                   {static_cast<cuuint32_t>(box_bytes) / 8, static_cast<cuuint32_t>(box_rows), 1},
+CUtensorMap packed_map(const void* data, const StageBoxes<3>& boxes) {
+  static_assert(kPackedWordBytes == sizeof(uint64_t));
+  return encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, data, boxes.extent, boxes.pitch, boxes.box,
                    CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 

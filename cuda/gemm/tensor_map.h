@@ -25,12 +25,9 @@ CUtensorMap stage_map(const void* data, const StageBoxes<4>& boxes);
 CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
                      int64_t row_bytes, int32_t box_rows, int32_t box_bytes);
 
-// Describes `matrices` matrices of [rows, row_bytes] bytes, `stride` bytes apart. The copy engine
-// copies boxes of box_rows x box_bytes of one matrix to shared memory, row after row; what is
-// outside is zero. Coordinates along a row count 8 bytes. Box bytes are at most 2,048, and they,
-// row bytes and stride are multiples of 16.
-CUtensorMap line_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
-                     int64_t row_bytes, int32_t box_rows, int32_t box_bytes);
+// Describes packed weights (packed_boxes) to the copy engine, which copies boxes of them to shared
+// memory, row tile after row tile.
+CUtensorMap packed_map(const void* data, const StageBoxes<3>& boxes);
 
 // Describes the keys, or the values, of a paged cache in bfloat16: from `data` on, blocks lie
 // block_bytes apart, each with block_size tokens of [heads, head_dim]. The copy engine copies

@@ -18,6 +18,7 @@
 #include "gemm/int4_elements.cuh"
 #include "gemm/packed_args.h"
 #include "gemm/packed_weights.h"
+#include "gemm/stage_boxes.h"
 #include "gemm/tensor_map.h"
 #include "gemm/token_copier.cuh"
 #include "gemm/wgmma.cuh"
@@ -233,10 +234,9 @@ CUtensorMap wide_weight_map(const ExpertMatrices& matrices) {
   const int64_t row_bytes =
       int64_t{(w.k + kPackedColumns - 1) / kPackedColumns} * (Shape::kRowTileBytes / 2);
   const int32_t row_tiles = (w.n + kPackedRows - 1) / kPackedRows;
-  // Experts may overlap.
-  const int64_t stride = matrices.num_experts > 1 ? matrices.data_stride : row_tiles * row_bytes;
-  return line_map(w.data, matrices.num_experts, stride, row_tiles, row_bytes, Shape::kRowTiles,
-                  Shape::kRowTileBytes);
+  return packed_map(w.data,
+                    packed_boxes(row_tiles, row_bytes, matrices.num_experts, matrices.data_stride,
+                                 Shape::kRowTiles, Shape::kRowTileBytes));
 }
 
 // Fills the ring with weights and scales; called by a warp. map: wide_weight_map.
@@ -257,8 +257,8 @@ __device__ __forceinline__ void produce_weights(const WideRing<Shape>& ring, con
     uint64_t* const full = &ring.full[place.stage];
     if (lane == 0) {
       barrier_expect(full, Shape::kWeightBytes);
-      copy_box(ring.weights(place.stage), map, block * (Shape::kRowTileBytes / 8), first,
-               tile.expert, full, args.weight_policy);
+      copy_box(ring.weights(place.stage), map, block * (Shape::kRowTileBytes / kPackedWordBytes),
+               first, tile.expert, full, args.weight_policy);
     }
     __syncwarp();
     scales.copy(ring.scales(place.stage), block);

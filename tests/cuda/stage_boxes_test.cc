@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -52,11 +53,9 @@ class Matrix {
   std::vector<int32_t> data_;
 };
 
-// What a tensor map must be for the copy engine (cuTensorMapEncodeTiled), with rows of 128 bytes in
-// the 128-byte swizzle.
+// What a tensor map must be for the copy engine (cuTensorMapEncodeTiled).
 template <size_t kRank>
 void expect_valid(const StageBoxes<kRank>& boxes) {
-  EXPECT_EQ(boxes.box[0], 64u);
   for (const uint32_t elements : boxes.box) {
     EXPECT_GE(elements, 1u);
     EXPECT_LE(elements, 256u);
@@ -70,8 +69,8 @@ void expect_valid(const StageBoxes<kRank>& boxes) {
 
 // Copies the box at `first` to `to`, densely and with the innermost dimension first; what lies
 // beyond an extent arrives as zeros. Returns where the copy ends.
-template <size_t kRank>
-int32_t* copy_box(const StageBoxes<kRank>& boxes, const Matrix& from,
+template <int64_t kElementBytes = 2, class From, size_t kRank>
+int32_t* copy_box(const StageBoxes<kRank>& boxes, const From& from,
                   const std::array<int32_t, kRank>& first, int32_t* to) {
   std::array<uint32_t, kRank> at = {};
   for (;;) {
@@ -80,9 +79,9 @@ int32_t* copy_box(const StageBoxes<kRank>& boxes, const Matrix& from,
     for (size_t d = 0; d < kRank; ++d) {
       const int64_t place = first[d] + int64_t{at[d]};
       is_inside = is_inside && place < static_cast<int64_t>(boxes.extent[d]);
-      byte += place * static_cast<int64_t>(d == 0 ? 2 : boxes.pitch[d - 1]);
+      byte += place * (d == 0 ? kElementBytes : static_cast<int64_t>(boxes.pitch[d - 1]));
     }
-    *to++ = is_inside ? from.read(byte / 2) : 0;
+    *to++ = is_inside ? from.read(byte / kElementBytes) : 0;
     size_t d = 0;
     while (d < kRank && ++at[d] == boxes.box[d]) at[d++] = 0;
     if (d == kRank) return to;
@@ -142,6 +141,7 @@ TEST(StageBoxes, RowsArriveStepByStepAndZerosBeyond) {
           const Matrix matrix(rows, k, k + padding);
           const auto boxes = row_boxes(rows, k, k + padding, box_rows, copied_steps(k, steps));
           expect_valid(boxes);
+          EXPECT_EQ(boxes.box[0], 64u);  // rows of 128 bytes, for the swizzle
           const int32_t num_stages = num_stages_of(k, steps);
           for (int32_t first_row = 0; first_row < rows; first_row += box_rows) {
             const auto ring = filled(boxes, matrix, num_stages, steps, box_rows, [&](StepPlace at) {
@@ -172,6 +172,7 @@ TEST(StageBoxes, PairsArriveAsHalvesOfEachStep) {
         const Matrix both(2 * rows, k, k);
         const auto boxes = pair_boxes(rows, k, box_rows, copied_steps(k, steps));
         expect_valid(boxes);
+        EXPECT_EQ(boxes.box[0], 64u);
         const int32_t num_stages = num_stages_of(k, steps);
         for (int32_t first_row = 0; first_row < rows; first_row += box_rows) {
           const auto ring = filled(boxes, both, num_stages, steps, 2 * box_rows, [&](StepPlace at) {
@@ -190,6 +191,73 @@ TEST(StageBoxes, PairsArriveAsHalvesOfEachStep) {
             }
           }
           ASSERT_EQ(ring, expected) << "first row " << first_row;
+        }
+      }
+    }
+  }
+}
+
+// Packed matrices whose words are all different and not zero.
+class PackedWords {
+ public:
+  explicit PackedWords(int64_t bytes) : data_(static_cast<size_t>(bytes / kPackedWordBytes)) {
+    std::iota(data_.begin(), data_.end(), 1);
+  }
+  // Beyond the matrices nothing may be read.
+  [[nodiscard]] int32_t read(int64_t word) const { return data_.at(static_cast<size_t>(word)); }
+
+ private:
+  std::vector<int32_t> data_;
+};
+
+// A stage has two tiles of 64 columns of each row tile; where the tiles of K are odd, the last one
+// has zeros. So have row tiles behind the last one of a matrix, also where the next matrix begins
+// there, or within this one.
+TEST(StageBoxes, PackedWeightsArriveRowTileByRowTile) {
+  for (const int32_t tile_bytes : {512, 1024}) {
+    for (const int32_t tile_columns : {1, 2, 3, 45}) {
+      for (const int32_t row_tiles : {1, 4, 5, 8, 11}) {
+        // Row tiles from one matrix to the next: they overlap, follow each other, or have a gap.
+        for (const int32_t shift : {1, row_tiles, row_tiles + 1}) {
+          for (const int32_t num_experts : {1, 3}) {
+            for (const int32_t box_row_tiles : {4, 8}) {
+              SCOPED_TRACE(::testing::Message()
+                           << "tiles of " << tile_bytes << " bytes, " << tile_columns << " by "
+                           << row_tiles << ", " << num_experts << " experts by " << shift
+                           << ", boxes of " << box_row_tiles);
+              const int64_t row_bytes = int64_t{tile_columns} * tile_bytes;
+              const int64_t stride = shift * row_bytes;
+              const int32_t box_bytes = 2 * tile_bytes;
+              const PackedWords words((num_experts - 1) * stride + row_tiles * row_bytes);
+              // A matrix alone may have any stride.
+              const auto boxes =
+                  packed_boxes(row_tiles, row_bytes, num_experts, num_experts > 1 ? stride : 0,
+                               box_row_tiles, box_bytes);
+              expect_valid(boxes);
+              const int64_t box_words = box_bytes / kPackedWordBytes;
+              const int64_t row_words = row_bytes / kPackedWordBytes;
+              for (int32_t expert = 0; expert < num_experts; ++expert) {
+                for (int32_t first = 0; first < row_tiles; first += box_row_tiles) {
+                  for (int64_t word = 0; word < row_words; word += box_words) {
+                    std::vector<int32_t> copied(static_cast<size_t>(box_row_tiles * box_words));
+                    copy_box<kPackedWordBytes>(
+                        boxes, words,
+                        std::array<int32_t, 3>{static_cast<int32_t>(word), first, expert},
+                        copied.data());
+                    std::vector<int32_t> expected;
+                    for (int32_t tile = first; tile < first + box_row_tiles; ++tile) {
+                      for (int64_t i = word; i < word + box_words; ++i) {
+                        const int64_t at =
+                            (expert * stride + tile * row_bytes) / kPackedWordBytes + i;
+                        expected.push_back(tile < row_tiles && i < row_words ? words.read(at) : 0);
+                      }
+                    }
+                    ASSERT_EQ(copied, expected) << "expert " << expert << ", row tile " << first;
+                  }
+                }
+              }
+            }
+          }
         }
       }
     }
