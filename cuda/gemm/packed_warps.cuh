@@ -136,7 +136,7 @@ void launch_warps(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall
       return launch_mxfp4<Mxfp4Shape<2, 1, 4, 5>>(ctx, p, call);
     }
     // Where few warps share a multiprocessor, more of them with 16 rows each are faster; and where
-    // they leave room, in blocks of two, so that blocks of the next product start beside them.
+    // they leave some of it free, in blocks of two, beside which the next product may start.
     if (row_tiles >= 32) return launch_mxfp4<Mxfp4Shape<1, 1, 4, 6>>(ctx, p, call);
     launch_mxfp4<Mxfp4Shape<1, 1, 2, 8>>(ctx, p, call);
   } else if constexpr (format == WeightFormat::kNvfp4) {

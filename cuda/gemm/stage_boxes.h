@@ -9,6 +9,8 @@
 // No dimension can end inside a step. Where K does, the columns behind it must arrive as zeros, and
 // not as what follows the row in memory. Then a copy brings one step, of a map whose columns end
 // with K.
+//
+// Packed weights have boxes of their own (packed_boxes).
 
 #include <array>
 #include <cstddef>
