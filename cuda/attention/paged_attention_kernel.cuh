@@ -36,6 +36,7 @@
 #include "attention/paged_attention_merge.cuh"
 #include "attention/paged_attention_rows.cuh"
 #include "attention/paged_attention_shape.cuh"
+#include "attention/paged_attention_turns.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "ops/ops.h"
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
     paged_attention_kernel(const __grid_constant__ PagedAttentionParams p,
                            const __grid_constant__ Plan plan) {
   using S = Shape<kHeadDim, kMTiles, kRing>;
-  extern __shared__ __align__(1024) std::byte shared[];
+  extern __shared__ __align__(128) std::byte shared[];
   __shared__ int32_t row_begin[S::kRows];
   __shared__ int32_t row_end[S::kRows];
   __shared__ int32_t row_index[S::kRows];
@@ -55,6 +56,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
   __shared__ float warp_max[kWarps][S::kRows];
   __shared__ float warp_sum[kWarps][S::kRows];
   __shared__ int32_t is_last;
+  __shared__ TurnBarriers turn_barriers;
 
   // Separate arrays: as members of one struct they cost other registers.
   const TileRows rows = {.begin = row_begin, .end = row_end, .index = row_index, .head = row_head};
@@ -120,6 +122,16 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
     return;
   }
 
+  // Whether two blocks take the chunks by turns; the first one merges them.
+  bool takes_turns = false;
+#if PACELINE_HAS_CLUSTERS
+  if constexpr (S::kMayTakeTurns) takes_turns = plan.takes_turns && chunks.num_splits == 2;
+#endif
+  ChunkTurns<S> turns(shared, turn_barriers);
+  if (takes_turns) turns.begin();
+  const bool gives = takes_turns && cluster_rank > 0;
+  const bool merges = chunks.num_splits == 1 || (takes_turns && cluster_rank == 0);
+
   const uint32_t stages = shared_address(shared);
   const uint32_t q_shared = stages + S::kQOffset;
   const uint32_t p_shared = stages + S::kPOffset;
@@ -161,16 +173,25 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
       chunks.num_splits <= plan.cluster_blocks && chunks.end - chunks.first <= chunks.num_splits;
   auto* const result = reinterpret_cast<float*>(shared + S::kResultOffset);
   const float scale = p.soft_cap > 0.0f ? p.scale : __fmul_rn(p.scale, kLog2E);
+  const auto view_of = [&](int32_t chunk) {
+    const int32_t first_key = chunk * kChunk;
+    return ChunkView<S>{
+        .rows = rows,
+        .first_key = first_key,
+        .is_full = first_key >= keys.common_begin && first_key + kChunk <= keys.common_end};
+  };
+  // Merges a chunk of the other block.
+  const auto take_turn = [&](int32_t chunk) {
+    turns.take(view_of(chunk), at, /*gives_more=*/chunk + 2 < chunks.end, running_max, running_sum,
+               running);
+  };
+  if (takes_turns) turns.meet();
 
   for (int32_t chunk = chunks.first + chunks.split; chunk < chunks.end;
        chunk += chunks.num_splits) {
     Scores<S> s = {};
     score_keys<S>(ring, q_shared, at, s);
-    const int32_t first_key = chunk * kChunk;
-    const ChunkView<S> view = {
-        .rows = rows,
-        .first_key = first_key,
-        .is_full = first_key >= keys.common_begin && first_key + kChunk <= keys.common_end};
+    const ChunkView<S> view = view_of(chunk);
     scale_scores<S>(scale, p.soft_cap, s);
     mask_scores<S>(view, at, s);
     store_warp_maxima<S>(s, at, results);
@@ -184,32 +205,58 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
     for (int32_t slice = 0; slice < S::kSlices; ++slice) {
       const uint32_t values = ring.next();  // its barrier also publishes P and the sums
       if (slice == 0) {
+        if (takes_turns) {
+          if (gives) {
+            turns.wait_for_room();
+          } else if (chunk > chunks.first) {
+            take_turn(chunk - 1);
+          }
+        }
 #pragma unroll
         for (int32_t m = 0; m < kMTiles; ++m) {
 #pragma unroll
           for (int32_t half = 0; half < 2; ++half) {
-            take_sum<S>(chunks.num_splits, packed_row(m, half, at), results, chunk_max[m][half],
-                        view, at, partial + plan.partial_rows * kHeadDim, running_max[m][half],
-                        running_sum[m][half], merge[m][half]);
+            const int32_t packed = packed_row(m, half, at);
+            const float max = chunk_max[m][half];
+            const float sum = results.chunk_sum(packed);
+            if (merges) {
+              merge_sum<S>(packed, max, sum, view, running_max[m][half], running_sum[m][half],
+                           merge[m][half]);
+            } else if (gives) {
+              turns.give_sum(packed, at, max, sum);
+            } else if (at.warp == 0 && at.quad_lane == 0 && rows.is_live(packed)) {
+              auto* const to = reinterpret_cast<float2*>(partial + plan.partial_rows * kHeadDim);
+              to[packed] = make_float2(max, sum);
+            }
           }
         }
       }
       Products<S> o = {};
       multiply_values<S>(values, p_shared, at, o);
+      if (gives) {
+        turns.give_products(slice, o);
+        continue;
+      }
 #pragma unroll
       for (int32_t m = 0; m < kMTiles; ++m) {
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half) {
-          take_products<S>(chunks.num_splits, packed_row(m, half, at), half, o[m], slice,
-                           merge[m][half], view, at, partial, running[slice][m]);
+          const int32_t packed = packed_row(m, half, at);
+          if (merges) {
+            merge_products<S>(packed, half, o[m], merge[m][half], view, running[slice][m]);
+          } else {
+            store_products<S>(packed, half, o[m], slice, view, at, partial);
+          }
         }
       }
     }
   }
+  if (gives) return;
+  if (takes_turns && (chunks.end - chunks.first) % 2 == 0) take_turn(chunks.end - 1);
 
   const float* const sinks =
       p.sinks == nullptr ? nullptr : p.sinks + int64_t{kv_head} * heads_per_group;
-  if (chunks.num_splits == 1) {
+  if (merges) {
     store_running<S>(running_max, running_sum, running, sinks, output, at);
     return;
   }

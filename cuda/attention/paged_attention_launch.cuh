@@ -40,7 +40,7 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
   using S = Shape<kHeadDim, kMTiles, kRing>;
   constexpr auto* kKernel = &paged_attention_kernel<kHeadDim, kMTiles, kRing>;
   static OncePerDevice allow;
-  allow([] { allow_shared_bytes(kKernel, S::kSharedBytes, "paged_attention_kernel"); });
+  allow([] { allow_shared_bytes(kKernel, S::kMaxSharedBytes, "paged_attention_kernel"); });
 
   const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
   const int64_t packed_rows = p.max_rows_per_seq * heads_per_group;
@@ -52,6 +52,7 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
                .partial_rows = static_cast<int32_t>(std::min<int64_t>(packed_rows, S::kRows)),
                .cluster_blocks = 1,
                .has_result_stage = false,
+               .takes_turns = false,
                .max_seq_rows = std::max(p.max_rows_per_seq, 1)};
 
   // Enough splits to give every SM two blocks, if it has room for two. Each block decides on the
@@ -76,17 +77,19 @@ void launch_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams
     // All chunks of a short context in one cluster, if possible: it needs no workspace.
     constexpr uint64_t kMaxClusterBlocks = 8;
     const auto wanted = std::bit_ceil(static_cast<uint64_t>(splits));
-    const auto blocks_of_cluster = std::min(
-        {wanted, std::bit_floor(static_cast<uint64_t>(max_splits)), kMaxClusterBlocks});
+    const auto blocks_of_cluster =
+        std::min({wanted, std::bit_floor(static_cast<uint64_t>(max_splits)), kMaxClusterBlocks});
     plan.cluster_blocks = static_cast<int32_t>(blocks_of_cluster);
     plan.has_result_stage = S::kHasResultStage && chunk_bytes <= S::kSliceBytes;
     splits = std::max<int64_t>(splits / plan.cluster_blocks, 1) * plan.cluster_blocks;
+    plan.takes_turns = S::kMayTakeTurns && splits == 2 && plan.cluster_blocks == 2;
   }
   launch_clusters(ctx, name, kKernel,
                   dim3(static_cast<uint32_t>(tiles.count), static_cast<uint32_t>(p.num_kv_heads),
                        static_cast<uint32_t>(splits)),
                   dim3(kThreads), dim3(1, 1, static_cast<uint32_t>(plan.cluster_blocks)),
-                  S::kSharedBytes, p, plan);
+                  static_cast<size_t>(plan.takes_turns ? S::kMaxSharedBytes : S::kTurnsOffset), p,
+                  plan);
 }
 
 // Heads of 64 have room for a chunk in any case, and a long ring of larger ones than 128 gained
@@ -120,9 +123,9 @@ bool has_room(const CudaContext& ctx) {
   return Shape<kHeadDim, kMTiles, Ring::kShort>::kBlockBytes <= ctx.block_shared_bytes;
 }
 
-// Runs the smallest tile that holds the rows of a sequence, or the largest tile. With 99 KB of
-// shared memory a block has no room for the largest tile of heads of 128, nor for the smallest one
-// of heads of 256, whose ring is longer.
+// Runs the smallest tile that holds the rows of a sequence, or the largest tile; of few sequences
+// with up to 32 rows, two tiles of 16 each. With 99 KB of shared memory a block has no room for the
+// largest tile of heads of 128, nor for the smallest one of heads of 256, whose ring is longer.
 template <int kHeadDim, int kMaxMTiles>
 void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   const int64_t packed_rows = int64_t{p.max_rows_per_seq} * (p.num_qo_heads / p.num_kv_heads);
@@ -132,7 +135,10 @@ void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams
     }
   }
   if constexpr (kMaxMTiles >= 2) {
-    if (packed_rows > 16 || !has_room<kHeadDim, 1>(ctx)) {
+    // Two tiles of 16 rows take less time than one of 32 if each has the blocks of a cluster.
+    constexpr int64_t kBlocksOfTile = 8;
+    const bool is_few = Tiles(p, 16).count * p.num_kv_heads * kBlocksOfTile <= 2 * ctx.num_sms;
+    if ((packed_rows > 16 && !is_few) || !has_room<kHeadDim, 1>(ctx)) {
       return run_tiles<kHeadDim, 2>(ctx, name, p);
     }
   }

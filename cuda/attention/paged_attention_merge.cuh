@@ -2,8 +2,8 @@
 #pragma once
 
 // How the chunks' results become a tile's result in the paged attention kernel: from registers when
-// one block has all chunks, from shared memory when the blocks of one cluster have one each, else
-// by way of the workspace.
+// one block has all chunks, or two take turns (paged_attention_turns.cuh); from shared memory when
+// the blocks of one cluster have one each; else by way of the workspace.
 
 #include <cuda_bf16.h>
 
@@ -30,57 +30,52 @@ struct Partials {
   }
 };
 
-// Stores the chunk's maximum and sum of one row to `partial_sums` where the tile is split, else
-// merges them into the running ones. A row that sees no key of the chunk skips it; `merge` gets the
-// factors for the others.
+// Merges the maximum and the sum of a chunk for one row into the running ones. A row that sees no
+// key of the chunk skips it; `merge` gets the factors for the others.
 //
-// This and take_products take one row, because functions with the loop over the rows make the
+// This and the next functions take one row, because functions with the loop over the rows make the
 // compiler allocate more registers in some instances.
 template <class S>
-__device__ __forceinline__ void take_sum(int32_t num_splits, int32_t packed,
-                                         const WarpResults<S>& results, float chunk_max,
-                                         const ChunkView<S>& view, const ThreadPosition& at,
-                                         float* partial_sums, float& running_max,
-                                         float& running_sum, MergeWeights& merge) {
-  const float sum = results.chunk_sum(packed);
-  if (num_splits > 1) {
-    if (at.warp == 0 && at.quad_lane == 0 && view.rows.is_live(packed)) {
-      reinterpret_cast<float2*>(partial_sums)[packed] = make_float2(chunk_max, sum);
-    }
-  } else {
-    merge = merge_weights(running_max, chunk_max);
-    if (view.is_full || view.sees_any(packed)) {
-      running_max = merge.max;
-      running_sum = merge_value(running_sum, sum, merge);
-    }
+__device__ __forceinline__ void merge_sum(int32_t packed, float chunk_max, float chunk_sum,
+                                          const ChunkView<S>& view, float& running_max,
+                                          float& running_sum, MergeWeights& merge) {
+  merge = merge_weights(running_max, chunk_max);
+  if (view.is_full || view.sees_any(packed)) {
+    running_max = merge.max;
+    running_sum = merge_value(running_sum, chunk_sum, merge);
   }
 }
 
 // The same for the products of one row with one slice of the values. `o` and `running` are of the
 // row's MMA tile, in which the row is the lower (0) or upper (1) half.
 template <class S>
-__device__ __forceinline__ void take_products(int32_t num_splits, int32_t packed, int32_t half,
-                                              const float (&o)[S::kWarpColumnTiles][4],
-                                              int32_t slice, const MergeWeights& merge,
-                                              const ChunkView<S>& view, const ThreadPosition& at,
-                                              float* partial,
-                                              float (&running)[S::kWarpColumnTiles][4]) {
-  if (num_splits > 1) {
-    if (!view.rows.is_live(packed)) return;
-    float* const to = partial + packed * S::kHeadDim + slice * S::kSlice +
-                      at.warp * S::kWarpColumns + at.quad_lane * 2;
+__device__ __forceinline__ void merge_products(int32_t packed, int32_t half,
+                                               const float (&o)[S::kWarpColumnTiles][4],
+                                               const MergeWeights& merge, const ChunkView<S>& view,
+                                               float (&running)[S::kWarpColumnTiles][4]) {
+  if (!view.is_full && !view.sees_any(packed)) return;
 #pragma unroll
-    for (int32_t n = 0; n < S::kWarpColumnTiles; ++n) {
-      *reinterpret_cast<float2*>(to + n * 8) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
+  for (int32_t n = 0; n < S::kWarpColumnTiles; ++n) {
+#pragma unroll
+    for (int32_t e = 2 * half; e < 2 * half + 2; ++e) {
+      running[n][e] = merge_value(running[n][e], o[n][e], merge);
     }
-  } else if (view.is_full || view.sees_any(packed)) {
+  }
+}
+
+// Stores the products of one row with one slice of the values to a chunk's place in the workspace,
+// or in shared memory.
+template <class S>
+__device__ __forceinline__ void store_products(int32_t packed, int32_t half,
+                                               const float (&o)[S::kWarpColumnTiles][4],
+                                               int32_t slice, const ChunkView<S>& view,
+                                               const ThreadPosition& at, float* partial) {
+  if (!view.rows.is_live(packed)) return;
+  float* const to = partial + packed * S::kHeadDim + slice * S::kSlice + at.warp * S::kWarpColumns +
+                    at.quad_lane * 2;
 #pragma unroll
-    for (int32_t n = 0; n < S::kWarpColumnTiles; ++n) {
-#pragma unroll
-      for (int32_t e = 2 * half; e < 2 * half + 2; ++e) {
-        running[n][e] = merge_value(running[n][e], o[n][e], merge);
-      }
-    }
+  for (int32_t n = 0; n < S::kWarpColumnTiles; ++n) {
+    *reinterpret_cast<float2*>(to + n * 8) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
   }
 }
 
@@ -172,8 +167,7 @@ struct ClusterChunks {
 // of the row.
 template <class Chunks>
 __device__ __forceinline__ void merge_row(const Chunks& chunks, int32_t values_at, int32_t sums_at,
-                                          int32_t num_chunks, const float* sink,
-                                          __nv_bfloat16* y) {
+                                          int32_t num_chunks, const float* sink, __nv_bfloat16* y) {
   float running_max = negative_infinity();
   float running_sum = 0.0f;
   float running[4] = {};

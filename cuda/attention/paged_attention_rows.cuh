@@ -146,7 +146,7 @@ __device__ __forceinline__ Chunks chunks_of_block(const Plan& plan, const TileKe
   const int32_t end = is_live ? (keys.end - 1) / kChunk + 1 : 0;
   const int32_t num_chunks = end - first;
   int32_t num_splits = 1;
-  if (gridDim.z > 1 && num_chunks <= plan.chunk_capacity) {
+  if (gridDim.z > 1 && (plan.takes_turns || num_chunks <= plan.chunk_capacity)) {
     num_splits = max(min(static_cast<int32_t>(gridDim.z), num_chunks), 1);
   }
   return {.first = first,

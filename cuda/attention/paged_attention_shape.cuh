@@ -29,6 +29,14 @@ enum class Ring : uint8_t {
   kThin,   // slices of 64 columns: four blocks share an SM, among which many tiles divide evenly
 };
 
+// What a block takes of the 228 KB of an SM: static and dynamic arrays, and what the system needs.
+constexpr int32_t block_bytes(int32_t static_bytes, int32_t dynamic_bytes) {
+  constexpr int32_t kSystemBytes = 1024;
+  constexpr int32_t kUnit = 128;
+  return ((static_bytes + kUnit - 1) / kUnit + (dynamic_bytes + kUnit - 1) / kUnit) * kUnit +
+         kSystemBytes;
+}
+
 // The layout of one instance of the kernel.
 template <int head_dim, int m_tiles, Ring ring>
 struct Shape {
@@ -56,22 +64,31 @@ struct Shape {
   // stages.
   static constexpr bool kHasResultStage = kStages > kSlices;
   static constexpr int32_t kResultOffset = (kSlices - 1) * kChunk * kSlice * 2;
-  // Dynamic shared memory: the ring of K and V slices, then Q, then P.
+  // Dynamic shared memory: the ring of K and V slices, then Q, P, and a result of another block.
   static constexpr int32_t kSliceBytes = kChunk * kSlice * 2;
   static constexpr int32_t kQBytes = kRows * kHeadDim * 2;
   static constexpr int32_t kPBytes = kRows * kChunk * 2;
   static constexpr int32_t kQOffset = kStages * kSliceBytes;
   static constexpr int32_t kPOffset = kQOffset + kQBytes;
-  static constexpr int32_t kSharedBytes = kPOffset + kPBytes;
-  // What a block has of shared memory in all: the kernel's static arrays, too.
-  static constexpr int32_t kBlockBytes = kSharedBytes + kRows * 4 * (4 + 2 * kWarps) + 16;
+  static constexpr int32_t kTurnsOffset = kPOffset + kPBytes;
+  // What a block has of shared memory at least: the kernel's static arrays, too.
+  static constexpr int32_t kStaticBytes = kRows * 4 * (4 + 2 * kWarps) + 32;
+  static constexpr int32_t kBlockBytes = kTurnsOffset + kStaticBytes;
   // Blocks that share an SM; static arrays and the system take some of its 228 KB, too.
-  static constexpr int32_t kMinBlocks = kIsLong          ? (kSharedBytes <= 108 << 10 ? 2 : 1)
+  static constexpr int32_t kMinBlocks = kIsLong          ? (kTurnsOffset <= 108 << 10 ? 2 : 1)
                                         : !kMaySplit     ? 4
                                         : kMTiles == 4   ? 2
                                         : kHeadDim == 64 ? 3
                                         : kHeadDim == 128 && kMTiles == 1 ? 3
                                                                           : 2;
+  // A chunk's result: the accumulators of all rows, then their maxima, and their sums. Where there
+  // is room for one behind P, two blocks may take the chunks of a tile by turns.
+  static constexpr int32_t kResultBytes = kRows * kHeadDim * 4;
+  static constexpr int32_t kTurnBytes = kResultBytes + kRows * 8;
+  static constexpr bool kMayTakeTurns =
+      kMaySplit && kMTiles <= 2 &&
+      kMinBlocks * block_bytes(kStaticBytes, kTurnsOffset + kTurnBytes) <= 228 << 10;
+  static constexpr int32_t kMaxSharedBytes = kTurnsOffset + (kMayTakeTurns ? kTurnBytes : 0);
 };
 
 // The division of the work into blocks. Grid: x tiles, y KV heads, z splits.
@@ -83,6 +100,7 @@ struct Plan {
   int32_t partial_rows;    // rows of a tile that can be live
   int32_t cluster_blocks;  // splits in a cluster
   bool has_result_stage;   // the result of a chunk has room in shared memory
+  bool takes_turns;        // the two blocks of a cluster take the chunks of a tile by turns
   int32_t max_seq_rows;    // sequences with more rows are left out
 };
 

@@ -273,7 +273,8 @@ struct Sized {
     return op_case.name.ends_with("_none") || op_case.name.find("_rows0of") != std::string::npos;
   }
   [[nodiscard]] bool is_always_run() const {
-    return op_case.name.ends_with("_one_cluster") || op_case.name.ends_with("_many_seqs");
+    return op_case.name.ends_with("_one_cluster") || op_case.name.ends_with("_two_blocks") ||
+           op_case.name.ends_with("_many_seqs");
   }
   [[nodiscard]] bool is_small() const { return cost <= kCostOfCase && bytes <= kBytesOfCase; }
 };

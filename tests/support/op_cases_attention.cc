@@ -321,6 +321,14 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
         {0, 385, 1, 3}, {1, 129, 4, 0}, {2, 1, 0, 4}, {3, 257, 3, 1}};
     add("many_tiles", {.sequences = tiles, .num_sms = 1});
     add("many_seqs", {.sequences = tiles, .extra_seqs = 50});
+    // About 100 tiles, of which each has two blocks that take its chunks by turns.
+    add("two_blocks", {.sequences = {{0, 513, 3, 0},
+                                     {1, 300, 1, 2},
+                                     {2, 700, 4, 0},
+                                     {3, 256, 2, 0},
+                                     {4, 1, 0, 4},
+                                     {5, 897, 2, 1}},
+                       .extra_seqs = std::max(100 / s.num_kv_heads - 6, 0)});
     add("full_clusters", {.sequences = {{0, 1024, 4, 0}, {1, 900, 1, 3}, {2, 1025, 2, 0}}});
   }
   if (s.value_dim != 512 || s.dtype != DType::kBFloat16) return;
