@@ -26,8 +26,8 @@ bool takes_fp8(const CudaContext& ctx, const GemmParams& p) {
   const WeightMatrix& w = p.weight;
   if (p.max_rows <= 8) return false;
   if (p.max_rows <= 16) return w.packed_tile_rows() / ctx.num_sms < kFewRowTiles;
-  if (p.max_rows <= 64) return true;
   const auto cost = [&](const TileTime& time) { return time.of(w.n, p.max_rows, ctx.num_sms); };
+  if (p.max_rows <= 64) return cost(kConvertedFewTime) < cost(kWideFewTime);
   return cost(kConvertedTime) < std::min(cost(kMatrixTime), cost(kWideMatrixTime));
 }
 

@@ -61,7 +61,10 @@ bool launch_thin(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
 template <class Out>
 void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
   const int32_t rows = p.max_rows;
-  if (rows <= 16 && end.activation == nullptr && launch_thin<Out>(ctx, p, end)) return;
+  // Of more rows these are products of few weights, such as routers, whose wide tiles would leave
+  // most multiprocessors idle. With few columns the tiles take no longer for it.
+  const bool may_be_thin = rows <= 16 || p.weight.k >= 2048;
+  if (may_be_thin && end.activation == nullptr && launch_thin<Out>(ctx, p, end)) return;
   if (rows <= 32) {
     // Three blocks of the narrowest tile share an SM, so up to three per SM are one wave. Beyond
     // that, two blocks with deeper rings leave a shorter tail.

@@ -23,8 +23,10 @@ struct TileTime {
     return us * static_cast<double>((tiles + num_sms - 1) / num_sms);
   }
 };
-inline constexpr TileTime kMatrixTime = {64, 128, 21.5};       // matrix_kernel.cuh
-inline constexpr TileTime kWideMatrixTime = {128, 128, 31.0};  // the same
+inline constexpr TileTime kMatrixTime = {64, 128, 21.0};       // matrix_kernel.cuh
+inline constexpr TileTime kWideMatrixTime = {128, 128, 28.5};  // the same
 inline constexpr TileTime kConvertedTime = {64, 128, 18.0};    // converted_kernel.cuh
+inline constexpr TileTime kConvertedFewTime = {96, 64, 18.0};  // the same
+inline constexpr TileTime kWideFewTime = {128, 64, 22.5};      // wide_kernel.cuh
 
 }  // namespace paceline::cuda

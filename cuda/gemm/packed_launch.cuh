@@ -82,34 +82,18 @@ void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductC
   launch_warps<format, kHasTileSums>(ctx, p, call);
 }
 
-// What a tile takes over 4,096 columns, in microseconds, times the tiles of the busiest
-// multiprocessor.
-inline double tile_cost(const CudaContext& ctx, const ExpertGemmParams& p, int32_t weights,
-                        int32_t tokens, double us) {
-  const int64_t blocks = num_packed_blocks(p, weights, tokens);
-  return us * static_cast<double>((blocks + ctx.num_sms - 1) / ctx.num_sms);
-}
-
-// Launches a product of packed weights of 16 rows at most by warps, and of more by the tile that
-// leaves the busiest multiprocessor the least to do, at the times of fp8.
+// Launches a product of int4 or nvfp4.
 template <WeightFormat format>
 void launch_four_bits(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
+  const int32_t rows = rows_to_expect(p);
   // Only the warps of int4_kernel.cuh gather tokens.
-  if (p.weight.first.order != nullptr || rows_to_expect(p) <= 16) {
+  if (p.weight.first.order != nullptr || rows <= 16) {
     return launch_warps<format, false>(ctx, p, call);
   }
-  const double costs[] = {tile_cost(ctx, p, 64, 32, 17.0), tile_cost(ctx, p, 64, 64, 17.5),
-                          tile_cost(ctx, p, 128, 64, 25.5), tile_cost(ctx, p, 128, 128, 41.0)};
-  switch (std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs)) {
-    case 0:
-      return launch_wide<WideShape<format, 1, 32, 3>, false>(ctx, p, call);
-    case 1:
-      return launch_wide<WideShape<format, 1, 64, 2>, false>(ctx, p, call);
-    case 2:
-      return launch_wide<WideShape<format, 2, 64>, false>(ctx, p, call);
-    default:
-      return launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
-  }
+  // As with mxfp4, a tile has room for one and a half times the mean.
+  if (rows <= 43) return launch_wide<WideShape<format, 1, 32, 3>, false>(ctx, p, call);
+  if (rows <= 86) return launch_wide<WideShape<format, 2, 64>, false>(ctx, p, call);
+  launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
 }
 
 // Launches a product of mxfp4 or fp8.
@@ -123,14 +107,16 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const Pro
     if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, call);
     launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
   } else {
-    // The tile that leaves the busiest multiprocessor the least to do.
+    // The tile that leaves the busiest multiprocessor the least to do. A tile takes `us` over 4,096
+    // columns.
     const auto cost = [&](int32_t weights, int32_t tokens, double us) {
-      return tile_cost(ctx, p, weights, tokens, us);
+      const int64_t blocks = num_packed_blocks(p, weights, tokens);
+      return us * static_cast<double>((blocks + ctx.num_sms - 1) / ctx.num_sms);
     };
     // matrix_kernel.cuh wants rows of x that are neighbours, and the same columns for all weights.
     const bool is_matrix = p.expert_begin == nullptr && p.x_rows == nullptr && p.num_groups == 1;
     const double costs[] = {
-        cost(64, 32, 17.0), cost(64, 64, 17.5), cost(128, 64, 25.5),
+        cost(64, 32, 14.0), cost(64, 64, 17.5), cost(128, 64, kWideFewTime.us),
         is_matrix ? cost(64, 128, kMatrixTime.us) : std::numeric_limits<double>::infinity(),
         cost(128, 128, is_matrix ? kWideMatrixTime.us : 41.0)};
     switch (std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs)) {

@@ -98,13 +98,13 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
 INSTANTIATE_TEST_SUITE_P(Shapes, GemmOrder,
                          ::testing::Values(Shape{6144, 4096}, Shape{4096, 4096}, Shape{4096, 12288},
                                            Shape{24576, 4096}, Shape{5376, 21504}, Shape{512, 4096},
-                                           Shape{1536, 640}, Shape{640, 1024}, Shape{28672, 640},
-                                           Shape{4096, 2568}, Shape{4001, 328}, Shape{6100, 136},
-                                           Shape{24500, 136}, Shape{28604, 264}, Shape{31900, 200},
-                                           Shape{97, 72}, Shape{1, 8}, Shape{2100, 2056},
-                                           Shape{97, 64}, Shape{4096, 64}, Shape{24500, 64},
-                                           Shape{2100, 192}, Shape{6100, 192}, Shape{24500, 192},
-                                           Shape{28604, 320}));
+                                           Shape{32, 2880}, Shape{257, 2048}, Shape{1536, 640},
+                                           Shape{640, 1024}, Shape{28672, 640}, Shape{4096, 2568},
+                                           Shape{4001, 328}, Shape{6100, 136}, Shape{24500, 136},
+                                           Shape{28604, 264}, Shape{31900, 200}, Shape{97, 72},
+                                           Shape{1, 8}, Shape{2100, 2056}, Shape{97, 64},
+                                           Shape{4096, 64}, Shape{24500, 64}, Shape{2100, 192},
+                                           Shape{6100, 192}, Shape{24500, 192}, Shape{28604, 320}));
 
 }  // namespace
 }  // namespace paceline::testing
