@@ -58,7 +58,7 @@ TEST(ProductChoice, Fp8HasTheTilesThatWereFaster) {
       {4096, 4096, {false, true, true, true, true, true, false, false}},
       {24576, 4096, {false, false, true, true, true, false, false, false}},
       {4096, 12288, {false, true, true, true, true, true, false, false}},
-      {28672, 4096, {false, false, true, true, false, false, false, false}},
+      {28672, 4096, {false, false, false, false, false, false, false, false}},
       {4096, 14336, {false, true, true, true, true, true, false, false}},
   };
   for (const Shape& shape : kShapes) {
