@@ -25,9 +25,9 @@ template <int32_t groups, int32_t tokens, int32_t steps = 1>
 using WeightRows = Tile<RowsAre::kWeights, groups, tokens, steps>;
 template <int32_t groups, int32_t weights, int32_t steps = 1>
 using TokenRows = Tile<RowsAre::kTokens, groups, weights, steps>;
-// Fewer weights than a warpgroup multiplies, by 16 tokens.
-template <int32_t weights>
-using ThinRows = Tile<RowsAre::kWeights, 1, 16, 4, 16, weights>;
+// Fewer weights than a warpgroup multiplies.
+template <int32_t weights, int32_t tokens = 16>
+using ThinRows = Tile<RowsAre::kWeights, 1, tokens, tokens <= 16 ? 4 : 2, 16, weights>;
 
 template <class Tile>
 int64_t num_tiles(int32_t n, int32_t rows) {

@@ -46,14 +46,16 @@ void launch_cheapest_of(CudaContext& ctx, const GemmParams& p, const ProductEnd&
 
 // Launches the thinnest tile of which each multiprocessor has at most one, so that all of them
 // bring weights to shared memory before the predecessor has ended. False: there is none.
-template <class Out, int32_t weights = 16>
+template <class Out, int32_t tokens, int32_t weights>
 bool launch_thin(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
-  using Thin = ThinRows<weights>;
+  using Thin = ThinRows<weights, tokens>;
   if (num_waves<Thin>(ctx, p) == 1) {
     launch_gemm<Out, Thin>(ctx, p, end);
     return true;
   }
-  if constexpr (weights + 8 < Thin::kGroupRows) return launch_thin<Out, weights + 8>(ctx, p, end);
+  if constexpr (weights + 8 < Thin::kGroupRows) {
+    return launch_thin<Out, tokens, weights + 8>(ctx, p, end);
+  }
   return false;
 }
 
@@ -64,7 +66,7 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& en
   // Of more rows these are products of few weights, such as routers, whose wide tiles would leave
   // most multiprocessors idle. With few columns the tiles take no longer for it.
   const bool may_be_thin = rows <= 16 || p.weight.k >= 2048;
-  if (may_be_thin && end.activation == nullptr && launch_thin<Out>(ctx, p, end)) return;
+  if (may_be_thin && end.activation == nullptr && launch_thin<Out, 16, 16>(ctx, p, end)) return;
   if (rows <= 32) {
     // Three blocks of the narrowest tile share an SM, so up to three per SM are one wave. Beyond
     // that, two blocks with deeper rings leave a shorter tail.
@@ -74,7 +76,10 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& en
   }
   if (rows <= 64) {
     using Narrow = WeightRows<1, 64, 2>;
-    if (num_waves<Narrow>(ctx, p) == 1) return launch_gemm<Out, Narrow>(ctx, p, end);
+    if (num_waves<Narrow>(ctx, p) == 1) {
+      if (launch_thin<Out, 64, 32>(ctx, p, end)) return;
+      return launch_gemm<Out, Narrow>(ctx, p, end);
+    }
     return launch_cheapest_of<Weights, Out, TokenRows<1, 96>, TokenRows<1, 128>, TokenRows<1, 224>>(
         ctx, p, end);
   }
