@@ -96,7 +96,7 @@ struct Plan {
   int32_t tiles_per_seq;   // 1: x is the sequence; else x counts the tiles of all sequences
   float* partials;         // with splits: [tiles, heads, chunk_capacity] of partial_floats
   int32_t* counters;       // [tiles, heads]
-  int32_t chunk_capacity;  // tiles of more chunks are not split
+  int32_t chunk_capacity;  // tiles of more chunks are not split, unless blocks take turns
   int32_t partial_rows;    // rows of a tile that can be live
   int32_t cluster_blocks;  // splits in a cluster
   bool has_result_stage;   // the result of a chunk has room in shared memory

@@ -63,8 +63,8 @@ bool launch_thin(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
 template <class Out>
 void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& end) {
   const int32_t rows = p.max_rows;
-  // Of more rows these are products of few weights, such as routers, whose wide tiles would leave
-  // most multiprocessors idle. With few columns the tiles take no longer for it.
+  // With more rows these are products of few weights, such as routers, whose wide tiles would leave
+  // most multiprocessors idle. With fewer columns wide tiles are faster even so.
   const bool may_be_thin = rows <= 16 || p.weight.k >= 2048;
   if (may_be_thin && end.activation == nullptr && launch_thin<Out, 16, 16>(ctx, p, end)) return;
   if (rows <= 32) {
