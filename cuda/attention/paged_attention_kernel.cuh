@@ -18,8 +18,8 @@
 // skipped.
 // - With split KV each chunk's state goes to the workspace, and the last blocks to arrive merge
 //   them in the same order by the same functions (attention_common.cuh) as in registers.
-// - Where a tile has two blocks, they take the chunks by turns, and the first one merges all of them
-//   in that order (paged_attention_turns.cuh).
+// - Where a tile has two blocks, they take the chunks by turns, and the first one merges them in
+//   that order (paged_attention_turns.cuh).
 // - Where the blocks of one cluster have a chunk each, its state stays in their shared memory, and
 //   all of them merge in that order.
 //

@@ -90,7 +90,8 @@ void launch_four_bits(CudaContext& ctx, const ExpertGemmParams& p, const Product
   if (p.weight.first.order != nullptr || rows <= 16) {
     return launch_warps<format, false>(ctx, p, call);
   }
-  // `rows` is twice the mean of an expert's rows; a tile has room for one and a half times the mean.
+  // `rows` is twice the mean of an expert's rows; a tile has room for one and a half times that
+  // mean.
   const auto has_room = [rows](int32_t tokens) { return 3 * rows <= 4 * tokens; };
   if (has_room(32)) return launch_wide<WideShape<format, 1, 32, 3>, false>(ctx, p, call);
   if (has_room(64)) return launch_wide<WideShape<format, 2, 64>, false>(ctx, p, call);
