@@ -134,11 +134,14 @@ __device__ __forceinline__ void mask_scores(const paged::TileRows& rows, int32_t
 __device__ __forceinline__ void find_maxima(const Scores& s, float (&chunk_max)[2]) {
 #pragma unroll
   for (int32_t half = 0; half < 2; ++half) {
-    float highest = negative_infinity();
+    // Two at a time, as each waits for the one before.
+    float two[2] = {negative_infinity(), negative_infinity()};
 #pragma unroll
     for (int32_t j = 0; j < kChunk / 8; ++j) {
-      highest = fmaxf(highest, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+      two[0] = fmaxf(two[0], s[4 * j + 2 * half]);
+      two[1] = fmaxf(two[1], s[4 * j + 2 * half + 1]);
     }
+    float highest = fmaxf(two[0], two[1]);
     highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 1));
     chunk_max[half] = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, 2));
   }

@@ -41,7 +41,8 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int3
   fence_shared_for_wgmma();
 }
 
-// A copying warp's view of the ring. With cp.async, it copies 32 keys of each slice.
+// A copying warp's view of the ring. With cp.async, it copies 32 keys of each slice. It sleeps
+// while it waits, since the warps that compute need the instructions.
 template <class S>
 class Copier {
  public:
@@ -52,7 +53,7 @@ class Copier {
     uint64_t* const empty = &ring_.empty[to_.slot()];
     if (__all_sync(kFullWarp, barrier_test(empty, to_.parity()) ? 1 : 0) == 0) {
       announce_all();
-      barrier_wait(empty, to_.parity());
+      barrier_wait_idle(empty, to_.parity());
     }
     return ring_.at(to_.slot());
   }
@@ -65,18 +66,26 @@ class Copier {
       announce();
     }
   }
-  // The copy engine fills the slot: each of the first num_boxes lanes of warp 0 asks for one box.
-  // No slice is in flight with cp.async.
+  // The copy engine fills the next slot. The warps take turns to ask for it, each of the first
+  // num_boxes lanes for one box. At most six slices lie between two of a warp, fewer than the ring
+  // has slots; so no slot is a phase further than a warp thinks. No slice is in flight with
+  // cp.async.
   template <class Copy>
-  __device__ __forceinline__ void fill_slot(uint32_t slot, int32_t num_boxes, const Copy& copy) {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-    uint64_t* const full = &ring_.full[to_.slot()];
-    if (threadIdx.x < 32) {
-      if (lane == 0) barrier_expect(full, kSliceBytes);
+  __device__ __forceinline__ void fill_slot(int32_t num_boxes, const Copy& copy) {
+    const int32_t thread = thread_here();
+    const int32_t lane = thread % 32;
+    static_assert(S::kSlots > 2 * (kCopyWarps - 1));
+    if (thread / 32 == to_.at % kCopyWarps) {
+      const uint32_t slot = next_slot();
+      uint64_t* const full = &ring_.full[to_.slot()];
+      // The first lane arrives for this warp, and the others for the other warps.
+      if (lane == 0) {
+        barrier_expect(full, kSliceBytes);
+      } else if (lane < kCopyWarps) {
+        barrier_arrive(full);
+      }
       __syncwarp();
       if (lane < num_boxes) copy(slot, full);
-    } else if (lane == 0) {
-      barrier_arrive(full);
     }
     to_.next();
   }
@@ -129,7 +138,6 @@ struct KvMaps {
 template <class S>
 __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const KvMaps& maps,
                                             Parts<S>& parts, int32_t index, Copier<S>& copier) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
 #pragma unroll 1
   for (int32_t chunk = parts.keys_of(index).first_chunk; chunk < parts.keys_of(index).end_chunk;
        ++chunk) {
@@ -138,6 +146,7 @@ __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const
     const int32_t first_key = chunk * kChunk;
     if (maps.num_boxes > 0 && first_key >= part.begin && first_key + kChunk <= part.end) {
       copier.announce_all();
+      const int32_t lane = thread_here() % 32;
       const int32_t key = first_key + min(lane, maps.num_boxes - 1) * maps.box_tokens;
       const int32_t of_keys = key / p.kv.block_size;
       const int32_t token = key - of_keys * p.kv.block_size;
@@ -146,7 +155,7 @@ __device__ __forceinline__ void copy_chunks(const PagedAttentionParams& p, const
       for (int32_t item = 0; item < 2 * S::kSlices; ++item) {
         const bool is_value = item >= S::kSlices;
         const int32_t slice = is_value ? item - S::kSlices : item;
-        copier.fill_slot(copier.next_slot(), maps.num_boxes, [&](uint32_t slot, uint64_t* full) {
+        copier.fill_slot(maps.num_boxes, [&](uint32_t slot, uint64_t* full) {
           copy_box(slot + static_cast<uint32_t>(lane * maps.box_tokens * 128),
                    is_value ? &maps.values : &maps.keys, slice * kSliceColumns,
                    parts.keys_of(index).kv_head, token, block, full);

@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     Copier<S> copier(ring);
 #pragma unroll 1
     for (int32_t index = 0;; ++index) {
-      barrier_wait(&parts.are_ready[index % 2], static_cast<uint32_t>(index / 2 % 2));
+      barrier_wait_idle(&parts.are_ready[index % 2], static_cast<uint32_t>(index / 2 % 2));
       if (!parts.keys_of(index).exists) break;
       copy_chunks<S>(p, maps, parts, index, copier);
       __syncwarp();
