@@ -65,13 +65,15 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& en
   const int32_t rows = p.max_rows;
   // With more rows these are products of few weights, such as routers, whose wide tiles would leave
   // most multiprocessors idle. With fewer columns wide tiles are faster even so.
-  const bool may_be_thin = rows <= 16 || p.weight.k >= 2048;
-  if (may_be_thin && end.activation == nullptr && launch_thin<Out, 16, 16>(ctx, p, end)) return;
+  const bool is_deep = p.weight.k >= 2048;
+  const bool may_be_thin = (rows <= 16 || is_deep) && end.activation == nullptr;
+  if (may_be_thin && launch_thin<Out, 16, 16>(ctx, p, end)) return;
   if (rows <= 32) {
     // Three blocks of the narrowest tile share an SM, so up to three per SM are one wave. Beyond
     // that, two blocks with deeper rings leave a shorter tail.
     const bool is_one_wave = num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
     if (rows <= 16 && is_one_wave) return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p, end);
+    if (rows > 16 && is_deep && launch_thin<Out, 32, 32>(ctx, p, end)) return;
     return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p, end);
   }
   if (rows <= 64) {
@@ -83,6 +85,7 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p, const ProductEnd& en
     return launch_cheapest_of<Weights, Out, TokenRows<1, 96>, TokenRows<1, 128>, TokenRows<1, 224>>(
         ctx, p, end);
   }
+  if (rows <= 96 && is_deep && launch_thin<Out, 96, 32>(ctx, p, end)) return;
   launch_cheapest_of<Clocks, Out, WeightRows<1, 96>, WeightRows<2, 160>, WeightRows<3, 192>,
                      WeightRows<1, 160>, TokenRows<1, 192>, WeightRows<3, 128>,
                      WeightRows<1, 64, 2>, TokenRows<1, 128>>(ctx, p, end);

@@ -23,8 +23,11 @@ using P16x16 = TileShape<Rows::kTokens, 2, 1, 1, 1, 128, 8>;
 using P64x16 = TileShape<Rows::kWeights, 4, 1, 1, 2, 128, 4>;
 using P16x32 = TileShape<Rows::kTokens, 2, 1, 2, 1, 128, 4>;
 using P32x32 = TileShape<Rows::kTokens, 4, 1, 2, 1, 128, 3>;
+using P16x64 = TileShape<Rows::kWeights, 1, 4, 1, 2, 128, 4>;
 using P32x64 = TileShape<Rows::kWeights, 2, 4, 1, 2, 128, 2>;
+using P48x64 = TileShape<Rows::kWeights, 1, 4, 3, 2, 128, 1>;
 using P64x64 = TileShape<Rows::kWeights, 2, 2, 2, 4, 64, 2>;
+using P96x64 = TileShape<Rows::kWeights, 2, 2, 3, 4, 64, 2>;
 using P128x64 = TileShape<Rows::kWeights, 2, 2, 4, 4, 64, 2>;
 using P128x128 = TileShape<Rows::kWeights, 2, 2, 4, 8, 64, 2>;
 
@@ -103,10 +106,14 @@ class Cheapest {
  public:
   Cheapest(const CudaContext& ctx, const ExpertGemmParams& p) : ctx_(ctx), p_(p) {}
 
-  // `us`: the time of a tile over 4,096 columns on an H200.
+  // Microseconds over 4,096 columns on an H200: `alone` of a tile that has a multiprocessor to
+  // itself, `together` of Shape::kBlocks that share it.
   template <class Shape>
-  void consider(int64_t us) {
-    const int64_t cost = us * ((num_blocks<Shape>(p_) + ctx_.num_sms - 1) / ctx_.num_sms);
+  void consider(double alone, double together) {
+    const int64_t blocks = num_blocks<Shape>(p_);
+    const int64_t at_once = int64_t{Shape::kBlocks} * ctx_.num_sms;
+    const int64_t rounds = (blocks + at_once - 1) / at_once;
+    const double cost = blocks <= ctx_.num_sms ? alone : together * static_cast<double>(rounds);
     if (cost >= least_) return;
     least_ = cost;
     launch_ = &launch_shape<Shape>;
@@ -116,7 +123,7 @@ class Cheapest {
  private:
   const CudaContext& ctx_;
   const ExpertGemmParams& p_;
-  int64_t least_ = std::numeric_limits<int64_t>::max();
+  double least_ = std::numeric_limits<double>::infinity();
   Launch launch_ = nullptr;
 };
 
@@ -128,12 +135,15 @@ Launch launch_for(const CudaContext& ctx, const ExpertGemmParams& p) {
   if (rows <= (p.expert_begin != nullptr ? 42 : 32)) return launch_of_few<P32x32, P16x32>(ctx, p);
   Cheapest cheapest(ctx, p);
   if (rows <= 64) {
-    cheapest.consider<P32x64>(15);
-    cheapest.consider<P64x64>(21);
-    cheapest.consider<P128x64>(30);
+    cheapest.consider<P16x64>(11, 36);
+    cheapest.consider<P32x64>(15.5, 29);
+    cheapest.consider<P48x64>(17.5, 18.5);
+    cheapest.consider<P64x64>(18.5, 33);
+    cheapest.consider<P96x64>(35, 50);
+    cheapest.consider<P128x64>(42, 60);
   } else {
-    cheapest.consider<P64x64>(18);
-    cheapest.consider<P128x128>(46);
+    cheapest.consider<P64x64>(18.5, 33);
+    cheapest.consider<P128x128>(46, 92);
   }
   return cheapest.launch();
 }

@@ -40,6 +40,7 @@ void add_gemms(TableBuilder& table) {
   add({130, 136, {kB}, kB, true}, false);
   add({200, 192, {kB}, kB, true, 8, 1}, true);
   add({256, 256, {kB}, kF}, false);
+  add({600, 200, {kB}, kB, true}, false);
   add({1000, 640, {kB}, kB, true}, false);
   add({1536, 640, {kB}, kB}, true);
   add({2048, 2048, {kB}, kB}, false);
