@@ -296,6 +296,7 @@ __device__ __forceinline__ void add_pieces(const TileWork<S>& of, const Ring& ri
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1)
     latent_attention_kernel(const __grid_constant__ PagedAttentionParams p,
+                            const __grid_constant__ EntryMap entries,
                             const __grid_constant__ Plan plan) {
   extern __shared__ std::byte storage[];
   __shared__ SharedArrays<S> shared;
@@ -364,11 +365,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   if (thread >= kConsumers) {
     give_registers<S::kCopierRegisters>();
+    uint32_t landed_phases = 0;
     for_each_tile([&] {
       if (thread < kConsumers + kCopiers) {
-        produce<S>(p, tile, ring, place);
+        produce<S>(p, tile, entries, ring, place);
       } else if (thread < kConsumers + kCopiers + 32) {
-        announce<S>(tile.work, ring, place);
+        announce<S>(p, tile, entries, ring, place, landed_phases);
       }
     });
   } else if (thread >= kAdders) {

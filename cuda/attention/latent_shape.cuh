@@ -40,7 +40,7 @@ inline constexpr int32_t kSliceBytes = kChunk * kSliceColumns * 2;
 static_assert(kSliceColumns * 2 == 128);
 
 // Two warpgroups add values, and a third one scores. Of a fourth, two warps copy, and one tells the
-// others of what has arrived.
+// others of what has arrived; these three ask the copy engine.
 inline constexpr int32_t kGroups = 2;
 inline constexpr int32_t kAdders = 128 * kGroups;
 inline constexpr int32_t kScorers = 128;
@@ -48,6 +48,7 @@ inline constexpr int32_t kConsumers = kAdders + kScorers;
 inline constexpr int32_t kCopiers = kChunk;  // each looks up the address of one entry of a chunk
 inline constexpr int32_t kThreads = kConsumers + 128;
 static_assert(kCopiers % 32 == 0 && kCopiers + 32 <= kThreads - kConsumers);
+inline constexpr int32_t kRequesters = kCopiers / 32 + 1;
 inline constexpr int32_t kGroupSlices = kValueSlices / kGroups;
 inline constexpr int32_t kMaxSlots = 24;
 inline constexpr int32_t kMaxSharedBytes = (227 << 10) - 6144;  // the rest are static arrays

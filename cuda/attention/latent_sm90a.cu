@@ -7,9 +7,20 @@
 
 #include "attention/latent_kernel.cuh"
 #include "attention/latent_launch.h"
+#include "gemm/tensor_map.h"
 
 namespace paceline::cuda::latent {
 namespace {
+
+EntryMap entry_map_of(const PagedAttentionParams& p) {
+  EntryMap entries = {};
+  entries.box_tokens = paged_box_tokens(p.kv.block_size, kChunk);
+  if (entries.box_tokens == 0) return entries;
+  entries.num_boxes = kChunk / entries.box_tokens;
+  entries.map = paged_map(p.kv.base + p.kv.k_offset, p.kv.block_bytes, p.kv.block_size,
+                          /*heads=*/1, kWidth, entries.box_tokens);
+  return entries;
+}
 
 template <int32_t rows>
 void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
@@ -42,7 +53,7 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
                      .totals = reinterpret_cast<float*>(ctx.workspace),
                      .counters = reinterpret_cast<uint32_t*>(ctx.counters)};
   launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(blocks), static_cast<uint32_t>(splits)),
-         dim3(kThreads), S::kSharedBytes, p, plan);
+         dim3(kThreads), S::kSharedBytes, p, entry_map_of(p), plan);
 }
 
 }  // namespace

@@ -21,14 +21,12 @@ constexpr int32_t kWideGroups = 2;
 
 prefill::KvMaps maps_of(const PagedAttentionParams& p) {
   prefill::KvMaps maps = {};
-  // Boxes begin at multiples of 1,024 bytes, and a chunk has whole ones.
-  const int32_t size = p.kv.block_size;
-  if (size % kAttentionChunk != 0 && (size % 8 != 0 || kAttentionChunk % size != 0)) return maps;
-  maps.box_tokens = std::min(size, kAttentionChunk);
+  maps.box_tokens = paged_box_tokens(p.kv.block_size, kAttentionChunk);
+  if (maps.box_tokens == 0) return maps;
   maps.num_boxes = kAttentionChunk / maps.box_tokens;
   const auto map = [&](int64_t offset) {
-    return paged_map(p.kv.base + offset, p.kv.block_bytes, size, p.num_kv_heads, p.head_dim,
-                     maps.box_tokens);
+    return paged_map(p.kv.base + offset, p.kv.block_bytes, p.kv.block_size, p.num_kv_heads,
+                     p.head_dim, maps.box_tokens);
   };
   maps.keys = map(p.kv.k_offset);
   maps.values = map(p.kv.v_offset);

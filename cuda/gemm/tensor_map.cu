@@ -98,4 +98,9 @@ CUtensorMap paged_map(const void* data, int64_t block_bytes, int32_t block_size,
                    CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+int32_t paged_box_tokens(int32_t block_size, int32_t chunk) {
+  if (block_size % chunk == 0) return chunk;
+  return block_size % 8 == 0 && chunk % block_size == 0 ? block_size : 0;
+}
+
 }  // namespace paceline::cuda

@@ -36,4 +36,8 @@ CUtensorMap packed_map(const void* data, const StageBoxes<3>& boxes);
 CUtensorMap paged_map(const void* data, int64_t block_bytes, int32_t block_size, int32_t heads,
                       int32_t head_dim, int32_t box_tokens);
 
+// The tokens of a box such that boxes begin at multiples of 1,024 bytes, none has parts of two
+// blocks, and chunks of `chunk` tokens have whole ones; 0: blocks of this size have no such boxes.
+int32_t paged_box_tokens(int32_t block_size, int32_t chunk);
+
 }  // namespace paceline::cuda
