@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
 import socket
@@ -22,6 +23,7 @@ from paceline.server.admission import MAX_SHORT_BODY
 from paceline.server.bodies import parse_object
 from paceline.server.errors import ApiError
 from paceline.server.fields import ServedModel
+from paceline.server.garbage import without_collections
 from paceline.server.json_values import JsonRefused, Quota, parse_json
 from paceline.server.response_fields import read_response
 from paceline.server.service import DEFAULT_MAX_BODY_BYTES
@@ -218,6 +220,28 @@ def test_the_parser_reads_what_json_reads() -> None:
             with pytest.raises(ValueError):
                 parse_json(wrong, Quota(), is_strict=False)
     assert num_invalid > 200
+
+
+def test_parsed_texts_leave_nothing_to_the_garbage_collector() -> None:
+    """Requests have tens of thousands of short texts, and one collection of what each left behind
+    would hold up the event loop."""
+    texts = ['{"a": [{"b": 1}, {"c": []}], "d": {"a": NaN}}', '{"a": {"a": 1}, "b": [', "[1]]"]
+    gc.collect()
+    with without_collections():
+        for text in texts:
+            for is_strict in (False, True):
+                with contextlib.suppress(ValueError):
+                    parse_json(text, Quota(), is_strict=is_strict)
+        assert gc.collect() == 0
+
+
+def test_the_garbage_collector_passes_over_what_was_there_before_the_server(llm: LLM) -> None:
+    with RunningServer(llm):
+        for _ in range(2):
+            assert gc.get_freeze_count() > 10_000
+            assert len(gc.get_objects()) < 10_000
+            with RunningServer(llm):  # and another one that ends before
+                pass
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, Final
@@ -110,19 +109,6 @@ def too_large(max_bytes: int) -> ApiError:
         "server with a larger --max-body-bytes",
         headers={"connection": "close"},
     )
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps the garbage collector from running. The lists of a large body would start it, over all
-    objects of the process, again and again, and the event loop stands still meanwhile."""
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_collecting:
-            gc.enable()
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final, NoReturn
 
 from paceline.checks import shorten
@@ -51,6 +51,20 @@ def twice(key: str) -> JsonRefused:
 def refuse_constant(name: str) -> NoReturn:
     """Refuses NaN and Infinity, which `json` reads."""
     raise JsonRefused(f"has {name}, which is not JSON; allowed: finite numbers", None)
+
+
+def _decoders(**options: Any) -> tuple[_Decode, _Decode]:
+    """Makes what reads a value at a place of a text, and what reads an object as its pairs."""
+    return (
+        json.JSONDecoder(**options).raw_decode,
+        json.JSONDecoder(**options, object_pairs_hook=list).raw_decode,
+    )
+
+
+_Decode = Callable[[str, int], tuple[Any, int]]
+# By `is_strict`. They keep nothing of a text: a parser that they pointed back to would stay until
+# the garbage collector runs, which holds up the event loop longer, the more parsers there are.
+_DECODERS: Final = {False: _decoders(), True: _decoders(parse_constant=refuse_constant)}
 
 
 class Quota:
@@ -109,11 +123,7 @@ class _Parser:
         self._quota = quota
         self._uncounted = uncounted
         self._is_strict = is_strict
-        constants = refuse_constant if is_strict else None
-        self._decode = json.JSONDecoder(parse_constant=constants).raw_decode
-        self._decode_flat = json.JSONDecoder(
-            parse_constant=constants, object_pairs_hook=self._make_flat
-        ).raw_decode
+        self._decode, self._decode_pairs = _DECODERS[is_strict]
         self._open: list[Any] = []
         self._keys: list[str | None] = []  # of each of them, the key whose value is read
         self._known_keys: dict[str, str] = {}  # a key that comes often takes memory once
@@ -168,8 +178,8 @@ class _Parser:
             if len(opened) == MAX_JSON_DEPTH:
                 raise JsonRefused(TOO_DEEP, self._field)
             if char == "{" and opened and _match_flat(text, at, at + _FLAT_CHARS):
-                value, at = self._decode_flat(text, at)
-                return value, self._skip(at), True
+                pairs, at = self._decode_pairs(text, at)
+                return self._make_flat(pairs), self._skip(at), True
             made: Any = [] if char == "[" else {}
             at = self._skip(at + 1)
             if text[at : at + 1] == _CLOSING[char]:

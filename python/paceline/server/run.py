@@ -16,6 +16,7 @@ from typing import Any, Final
 import uvicorn
 
 from paceline.server.app import make_app
+from paceline.server.garbage import without_old_objects
 from paceline.server.guard import MAX_HEADER_BYTES
 from paceline.server.protocol import protocol_class
 from paceline.server.service import Service
@@ -84,7 +85,7 @@ class Server:
                 if self._cut_off is not None:
                     self._cut_off.cancel()
 
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with without_old_objects(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve())
 
     def stop(self) -> None:

@@ -17,11 +17,12 @@ from paceline.replicas.remote import RemoteExecutor
 from paceline.reports import stats_and_memory
 from paceline.running_llm import internals
 from paceline.server.admission import Admission, BodyBytes
-from paceline.server.bodies import BODY, Body, parse_object, without_collections
+from paceline.server.bodies import BODY, Body, parse_object
 from paceline.server.connection import until_gone
 from paceline.server.errors import ApiError
 from paceline.server.fields import ServedModel
 from paceline.server.formats import FORMATS, format_of
+from paceline.server.garbage import without_collections
 from paceline.server.metrics import RequestFigures, exposition
 from paceline.server.thinking import thinking_of
 
