@@ -129,12 +129,12 @@ class BlockReference:
 
         def convolution(side: int) -> Convolution:
             def convolve(x: Tensor) -> Tensor:
-                rows = []
-                for row in range(len(x)):
-                    taps = range(min(spec.taps, row + 1))
-                    terms = [x[row - t] * (base[side, t] + groups[row, side, t]) for t in taps]
-                    rows.append(torch.stack(terms).sum(dim=0))
-                return torch.stack(rows)
+                result = x * (base[side, 0] + groups[:, side, 0])
+                for tap in range(1, min(spec.taps, len(x))):
+                    # Row r takes row r - tap, and the first rows have none.
+                    terms = x[:-tap] * (base[side, tap] + groups[tap:, side, tap])
+                    result = result + torch.nn.functional.pad(terms, (0, 0, tap, 0))
+                return result
 
             return convolve
 
@@ -228,7 +228,7 @@ class BlockReference:
         return (gate * (x @ w[f"{name}mlp.up_proj.weight"].T)) @ w[f"{name}mlp.down_proj.weight"].T
 
     def attention(self, layer: int, x: Tensor, context: Tensor, first: int) -> Tensor:
-        """The attention of a block's rows, one head at a time."""
+        """The attention of a block's rows."""
         spec = self.spec
         name = f"layers.{layer}.self_attn."
         w = self.weights
@@ -255,12 +255,11 @@ class BlockReference:
                 for row in range(len(x))
             ]
         )
-        outputs = []
-        for head in range(spec.heads):
-            shared = head // (spec.heads // kv_heads)
-            scores = q[:, head] @ k[:, shared].T * (1.0 if is_gemma4 else head_dim**-0.5)
-            outputs.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, shared])
-        y = torch.cat(outputs, dim=-1) @ w[f"{name}o_proj.weight"].T
+        shared = torch.arange(spec.heads) // (spec.heads // kv_heads)  # of each head, its KV head
+        q, k, v = (each.transpose(0, 1) for each in (q, k[:, shared], v[:, shared]))
+        scores = q @ k.mT * (1.0 if is_gemma4 else head_dim**-0.5)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        y = (weights @ v).transpose(0, 1).flatten(1) @ w[f"{name}o_proj.weight"].T
         bias = w.get(f"{name}o_proj.bias")
         return y if bias is None else y + bias
 
