@@ -18,6 +18,7 @@
 #include "device/cpu_context.h"
 #include "ops/dequantize.h"
 #include "ops/dequantize_x86.h"
+#include "ops/fp8_dot_tile.h"
 #include "ops/gemm_columns.h"
 #include "ops/ops.h"
 #include "support/op_checks.h"
@@ -229,6 +230,19 @@ TEST(Dequantize, EveryInt4Value) {
 }
 
 #if defined(__x86_64__)
+TEST(Dequantize, BytesOfEveryFp8Value) {
+  for (int scale = kMinFp8Exponent + 127; scale <= kMaxFp8Exponent + 127; ++scale) {
+    for (int bits = 0; bits < 128; ++bits) {
+      const Fp8Bytes& bytes = kFp8Bytes[static_cast<size_t>(scale)];
+      const auto at = static_cast<size_t>(bits);
+      const float got = bf16_to_float(static_cast<uint16_t>(bytes.lows[at] | bytes.highs[at] << 8));
+      const float want = e4m3_to_float(static_cast<uint8_t>(bits)) * std::ldexp(1.0f, scale - 127);
+      ASSERT_TRUE(got == want || (std::isnan(got) && std::isnan(want)))
+          << "bits " << bits << " scale 2^" << scale - 127 << ": " << got << ", expected " << want;
+    }
+  }
+}
+
 // Processors with AVX-512 do not run the code for AVX2 otherwise.
 TEST(Dequantize, Avx2HasTheSameBits) {
   if (best_isa() == Isa::kBaseline) return;

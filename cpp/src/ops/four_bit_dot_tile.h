@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The tile of gemm_dot_tile.h for a matrix of int4 or mxfp4 and few rows of x: weights are
+// The tile of gemm_dot_tile.h for a matrix of four bits and few rows of x: weights are
 // dequantised in registers, not in memory. A look-up gives thirty-two of them, so that the product
 // of one row follows memory, which the detour through the cache would not. The bits are those of
 // dot_tile on dequantised weights: the same values meet the same lanes in the same order.
@@ -61,6 +61,7 @@ template <bool kIsSecond>
 
 inline constexpr int32_t kFourBitColumns = 32;  // of a block
 static_assert(kInt4Columns == kFourBitColumns && kMxfp4Columns == kFourBitColumns);
+static_assert(2 * kNvfp4Columns == kFourBitColumns);
 
 // The products of a block.
 template <int kRows, int kCols>
@@ -101,6 +102,44 @@ template <class Source, int kRows, int kCols>
     }
     for (const int64_t end = block + blocks; block < end; ++block, codes += 16) {
       four_bit_dot_step(args, codes, block, tables, acc);
+    }
+  }
+  store_dots(args, acc);
+}
+
+// The thirty-two values of a block of nvfp4, whose halves have a scale each. A table serves one
+// block, and each half of it one half of the block.
+[[PACELINE_DOT_TARGET, gnu::always_inline]] inline __m512i nvfp4_values(const uint8_t* from,
+                                                                        const float* scales) {
+  const __m512 elements = _mm512_load_ps(kE2m1Elements.data());
+  // Rounded to nearest, ties to even. No value is subnormal (weight_scales.h).
+  const auto table = reinterpret_cast<__m512i>(
+      _mm512_cvtne2ps_pbh(_mm512_mul_ps(elements, _mm512_set1_ps(scales[1])),
+                          _mm512_mul_ps(elements, _mm512_set1_ps(scales[0]))));
+  const __m512i bytes =
+      _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  constexpr int kEither = 0xa8;  // (a | b) & c
+  const __m512i codes = _mm512_ternarylogic_epi32(bytes, _mm512_maskz_slli_epi32(0xffff, bytes, 12),
+                                                  _mm512_set1_epi32(0x000f000f), kEither);
+  const __m512i half = _mm512_maskz_set1_epi32(0xff00, 0x00100010);
+  return _mm512_maskz_permutexvar_epi16(kAllLanes, _mm512_or_si512(codes, half), table);
+}
+
+template <int kRows, int kCols>
+[[PACELINE_DOT_TARGET, gnu::noinline]] void nvfp4_dot_tile(const FourBitDotArgs& args) {
+  const int64_t blocks = args.num_groups / 2;
+  __m512 acc[kRows][kCols] = {};
+  for (int64_t block = 0; block < blocks; ++block) {
+    __builtin_prefetch(args.prefetch + block * 16 * kCols, 0, 2);
+    const uint16_t* const x = args.x + block * kFourBitColumns;
+    for (int c = 0; c < kCols; ++c) {
+      const auto values = reinterpret_cast<__m512bh>(
+          nvfp4_values(args.elements + c * args.row_bytes + block * 16,
+                       args.row_scales + int64_t{c} * args.num_groups + 2 * block));
+      for (int r = 0; r < kRows; ++r) {
+        const auto xv = reinterpret_cast<__m512bh>(_mm512_loadu_si512(x + r * args.x_stride));
+        acc[r][c] = _mm512_dpbf16_ps(acc[r][c], xv, values);
+      }
     }
   }
   store_dots(args, acc);

@@ -10,7 +10,8 @@
 // K is not blocked: x is cut into blocks of rows that fit L2 together with two tiles of W.
 //
 // Rows of a W with scales are first dequantised into scratch memory, tile by tile. From there the
-// same code reads them as it reads a plain W, so that the bits are the same.
+// same code reads them as it reads a plain W, so that the bits are the same. With few rows of x,
+// tiles that dequantise in registers save the detour where the processor allows it.
 
 #include "ops/gemm_columns.h"
 
@@ -20,6 +21,7 @@
 #include "base/vector_math.h"
 #include "ops/dequantize.h"
 #include "ops/four_bit_dot_tile.h"
+#include "ops/fp8_dot_tile.h"
 #include "ops/gemm_dot_tile.h"
 #include "ops/gemm_tile.h"
 #include "ops/register_tile.h"
@@ -219,9 +221,9 @@ void run_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* sc
 }
 
 #if defined(__x86_64__)
-// A matrix of four bits and at most one tile of rows, with a dot product of bfloat16.
-template <WeightFormat kWeightFormat, class Source>
-struct FourBitDotTiles {
+// A matrix with scales and at most one tile of rows, with a dot product of bfloat16.
+template <WeightFormat kWeightFormat>
+struct RegisterDotTiles {
   using X = uint16_t;
   static constexpr WeightFormat kFormat = kWeightFormat;
   static constexpr int32_t kMaxRows = DotTiles::kMaxRows;
@@ -235,6 +237,10 @@ struct FourBitDotTiles {
                                            std::byte* scratch) {
     return DotTiles::rows(p, first, count, scratch);
   }
+};
+
+template <WeightFormat kWeightFormat, class Source>
+struct FourBitDotTiles : RegisterDotTiles<kWeightFormat> {
   template <int kCols>
   static void run(int32_t rows, const FourBitDotArgs& args) {
     with_rows(rows, [&]<int kRows>() { four_bit_dot_tile<Source, kRows, kCols>(args); });
@@ -242,6 +248,27 @@ struct FourBitDotTiles {
 };
 using Int4DotTiles = FourBitDotTiles<WeightFormat::kInt4, Int4DotSource>;
 using Mxfp4DotTiles = FourBitDotTiles<WeightFormat::kMxfp4, Mxfp4DotSource>;
+
+struct Nvfp4DotTiles : RegisterDotTiles<WeightFormat::kNvfp4> {
+  template <int kCols>
+  static void run(int32_t rows, const FourBitDotArgs& args) {
+    with_rows(rows, [&]<int kRows>() { nvfp4_dot_tile<kRows, kCols>(args); });
+  }
+};
+
+template <bool kIsExact>
+struct Fp8DotTiles : RegisterDotTiles<WeightFormat::kFp8> {
+  [[nodiscard]] static bool can_run(const GemmColumns& p) {
+    const WeightMatrix& weight = p.weight;
+    return RegisterDotTiles::can_run(p) && has_byte_dot_product() &&
+           has_exact_values(weight) == kIsExact && weight.k % kFp8BlockColumns == 0 &&
+           (weight.scale_cols % kFp8BlockColumns == 0 || weight.scale_cols >= weight.k);
+  }
+  template <int kCols>
+  static void run(int32_t rows, const Fp8DotArgs& args) {
+    with_rows(rows, [&]<int kRows>() { fp8_dot_tile<kIsExact, kRows, kCols>(args); });
+  }
+};
 
 // A matrix of bfloat16 or four bits, with AVX2. One row has too few sums to wait for, so that it
 // takes two columns; more rows with two columns would not fit the registers.
@@ -301,7 +328,9 @@ template <class Tiles>
 void run_register_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* scratch) {
   constexpr bool kIsInt4 = Tiles::kFormat == WeightFormat::kInt4;
   constexpr bool kIsMxfp4 = Tiles::kFormat == WeightFormat::kMxfp4;
-  constexpr int64_t kScaleBytes = kIsInt4 ? sizeof(uint16_t) : 1;
+  constexpr bool kIsFp8 = Tiles::kFormat == WeightFormat::kFp8;
+  constexpr bool kIsNvfp4 = Tiles::kFormat == WeightFormat::kNvfp4;
+  constexpr int64_t kScaleBytes = kIsNvfp4 ? sizeof(float) : kIsInt4 ? sizeof(uint16_t) : 1;
   constexpr int32_t kMaxRows = Tiles::kMaxRows;
   constexpr int32_t kMaxCols = Tiles::kMaxCols;
   const WeightMatrix& weight = p.weight;
@@ -325,12 +354,14 @@ void run_register_columns(const GemmColumns& p, int32_t begin, int32_t end, std:
       const int32_t num_columns = is_wide ? kMaxCols : 1;
       const int64_t first = int64_t{column} * num_groups;
       const bool has_next = column + ahead + kMaxCols <= end;
-      if (has_next && weight.scales != nullptr) {
+      if (has_next && weight.scales != nullptr && !kIsFp8) {  // whose rows share scales
         const int64_t next = first + int64_t{ahead} * num_groups;
         prefetch_bytes(weight.scales + next * kScaleBytes, kMaxCols * num_groups * kScaleBytes);
         if (weight.zeros != nullptr) prefetch_bytes(weight.zeros + next, kMaxCols * num_groups);
       }
       if constexpr (kIsInt4) int4_scales(weight, first, num_columns * num_groups, scales);
+      const float* fp8[kMaxCols] = {};
+      for (int c = 0; kIsFp8 && c < num_columns; ++c) fp8[c] = fp8_scales(weight, column + c);
       const std::byte* const elements = weight.data + column * row_bytes;
       int32_t row = block;
       for (int32_t tile = 0; tile < num_tiles; ++tile) {
@@ -346,12 +377,12 @@ void run_register_columns(const GemmColumns& p, int32_t begin, int32_t end, std:
              .y_stride = p.y_stride,
              .prefetch = reinterpret_cast<const char*>(prefetches ? elements + ahead * row_bytes
                                                                   : elements),
-             .scales = nullptr,
-             .scale_cols = weight.k / num_groups},
+             .scales = kIsFp8 ? fp8 : nullptr,
+             .scale_cols = kIsFp8 ? weight.scale_cols : weight.k / num_groups},
             reinterpret_cast<const uint8_t*>(elements),
             row_bytes,
             num_groups,
-            scales,
+            kIsNvfp4 ? reinterpret_cast<const float*>(weight.scales) + first : scales,
             weight.zeros == nullptr ? no_zeros : weight.zeros + first,
             kIsMxfp4 ? reinterpret_cast<const uint8_t*>(weight.scales) + first : nullptr};
         is_wide ? Tiles::template run<kMaxCols>(rows, args) : Tiles::template run<1>(rows, args);
@@ -398,7 +429,8 @@ void gemm_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* s
     run_register_columns<Tiles>(p, begin, end, scratch);
     return true;
   };
-  if (ran(Int4DotTiles()) || ran(Mxfp4DotTiles()) || ran(Bf16RegisterTiles()) ||
+  if (ran(Int4DotTiles()) || ran(Mxfp4DotTiles()) || ran(Nvfp4DotTiles()) ||
+      ran(Fp8DotTiles<true>()) || ran(Fp8DotTiles<false>()) || ran(Bf16RegisterTiles()) ||
       ran(Int4RegisterTiles()) || ran(Mxfp4RegisterTiles())) {
     return;
   }

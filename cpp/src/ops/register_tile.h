@@ -30,7 +30,7 @@ struct RegisterArgs : TileArgs<X, uint16_t> {
   int64_t row_bytes;        // from one row to the next
   int32_t num_groups;       // of scale_cols columns
   // [columns of the tile, num_groups]
-  const float* row_scales;       // int4
+  const float* row_scales;       // int4, nvfp4
   const uint8_t* zeros;          // int4
   const uint8_t* row_exponents;  // mxfp4
   int64_t first_group = 0;       // of the tile's first column
