@@ -63,22 +63,30 @@ inline constexpr int32_t kFourBitColumns = 32;  // of a block
 static_assert(kInt4Columns == kFourBitColumns && kMxfp4Columns == kFourBitColumns);
 static_assert(2 * kNvfp4Columns == kFourBitColumns);
 
+// Adds the products of a block with column `c` of the tile.
+template <int kRows, int kCols>
+[[PACELINE_DOT_TARGET, gnu::always_inline]] inline void add_products(const FourBitDotArgs& args,
+                                                                     int64_t block, __m512i values,
+                                                                     int c,
+                                                                     __m512 (&acc)[kRows][kCols]) {
+  const uint16_t* const x = args.x + block * kFourBitColumns;
+  for (int r = 0; r < kRows; ++r) {
+    const auto xv = reinterpret_cast<__m512bh>(_mm512_loadu_si512(x + r * args.x_stride));
+    acc[r][c] = _mm512_dpbf16_ps(acc[r][c], xv, reinterpret_cast<__m512bh>(values));
+  }
+}
+
 // The products of a block.
 template <int kRows, int kCols>
 [[PACELINE_DOT_TARGET, gnu::always_inline]] inline void four_bit_dot_step(
     const FourBitDotArgs& args, const uint8_t* codes, int64_t block,
     const __m512i (&tables)[(kCols + 1) / 2], __m512 (&acc)[kRows][kCols]) {
   __builtin_prefetch(args.prefetch + block * 16 * kCols, 0, 2);
-  const uint16_t* const x = args.x + block * kFourBitColumns;
   for (int c = 0; c < kCols; ++c) {
     const uint8_t* const from = codes + c * args.row_bytes;
-    const auto values =
-        reinterpret_cast<__m512bh>(c % 2 == 0 ? pair_values<false>(from, tables[c / 2])
-                                              : pair_values<true>(from, tables[c / 2]));
-    for (int r = 0; r < kRows; ++r) {
-      const auto xv = reinterpret_cast<__m512bh>(_mm512_loadu_si512(x + r * args.x_stride));
-      acc[r][c] = _mm512_dpbf16_ps(acc[r][c], xv, values);
-    }
+    const __m512i values = c % 2 == 0 ? pair_values<false>(from, tables[c / 2])
+                                      : pair_values<true>(from, tables[c / 2]);
+    add_products(args, block, values, c, acc);
   }
 }
 
@@ -131,15 +139,10 @@ template <int kRows, int kCols>
   __m512 acc[kRows][kCols] = {};
   for (int64_t block = 0; block < blocks; ++block) {
     __builtin_prefetch(args.prefetch + block * 16 * kCols, 0, 2);
-    const uint16_t* const x = args.x + block * kFourBitColumns;
     for (int c = 0; c < kCols; ++c) {
-      const auto values = reinterpret_cast<__m512bh>(
-          nvfp4_values(args.elements + c * args.row_bytes + block * 16,
-                       args.row_scales + int64_t{c} * args.num_groups + 2 * block));
-      for (int r = 0; r < kRows; ++r) {
-        const auto xv = reinterpret_cast<__m512bh>(_mm512_loadu_si512(x + r * args.x_stride));
-        acc[r][c] = _mm512_dpbf16_ps(acc[r][c], xv, values);
-      }
+      const uint8_t* const from = args.elements + c * args.row_bytes + block * 16;
+      const float* const scales = args.row_scales + int64_t{c} * args.num_groups + 2 * block;
+      add_products(args, block, nvfp4_values(from, scales), c, acc);
     }
   }
   store_dots(args, acc);

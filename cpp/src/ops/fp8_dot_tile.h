@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ops/dequantize_x86.h"
 #include "ops/gemm_dot_tile.h"
 #include "ops/register_tile.h"
 
@@ -41,17 +42,10 @@ inline constexpr std::array<Fp8Bytes, 256> kFp8Bytes = [] {
   std::array<Fp8Bytes, 256> tables = {};
   for (int scale = 0; scale < 256; ++scale) {
     for (int bits = 1; bits < 128; ++bits) {
-      int exponent = bits >> 3;
-      int mantissa = bits & 7;
-      if (exponent == 0) {  // mantissa * 2^-9, from 1 to 7
-        const int shift = mantissa >= 4 ? 1 : mantissa >= 2 ? 2 : 3;
-        exponent = 1 - shift;
-        mantissa = mantissa << shift & 7;
-      }
-      exponent += scale - 7;
-      int value = exponent << 7 | mantissa << 4;
-      if (exponent < 1) value = 0;
-      if (exponent > 254) value = 0x7f80;
+      const int unscaled = bits < 8 ? kE4m3Subnormals[bits] : (bits << 4) + (120 << 7);
+      int value = unscaled + (scale - 127) * (1 << 7);
+      if (value < 0x80) value = 0;
+      if (value > 0x7f80) value = 0x7f80;
       if (bits == 127) value = 0x7fc0;
       Fp8Bytes& table = tables[static_cast<size_t>(scale)];
       table.lows[static_cast<size_t>(bits)] = static_cast<uint8_t>(value & 0xff);

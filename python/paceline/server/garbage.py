@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps Python's garbage collector from holding up the event loop.
 
-A full collection visits every object of the process that may be in a cycle, with Python's lock: a
-seventh of a second for those of the imported libraries alone.
+A full collection visits every object of the process that may be in a cycle, with Python's lock.
+Those of the imported libraries alone take longer than an event loop may stand still.
 """
 
 from __future__ import annotations
