@@ -10,6 +10,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -31,6 +32,40 @@ __device__ __forceinline__ int32_t thread_here() {
   auto thread = static_cast<int32_t>(threadIdx.x);
   asm volatile("" : "+r"(thread));
   return thread;
+}
+
+// Two numbers rounded to bfloat16, the first in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+
+// Adds the sums of the rows of a, which is as in mma_16x8x16: a product with ones. sums[0] and
+// sums[1] are of row lane / 4, sums[2] and sums[3] of row lane / 4 + 8.
+__device__ __forceinline__ void add_row_sums(float (&sums)[4], const uint32_t (&a)[4]) {
+  constexpr uint32_t kOnes = 0x3F803F80u;
+  mma_16x8x16(sums, a, kOnes, kOnes);
+}
+
+// With what weight_of multiplies a product of query and key. soft_cap: 0 for none.
+__device__ __forceinline__ float weight_scale(float scale, float soft_cap) {
+  return __fmul_rn(soft_cap > 0.0f ? soft_cap : scale, kLog2E);
+}
+
+// A score with a cap is soft_cap tanh(product scale / soft_cap). The tanh takes the place of the
+// product, as 1 - 2 / (1 + e^2x).
+__device__ __forceinline__ float capped_product(float product, float scale, float soft_cap) {
+  const float twice = __fmul_rn(__fdiv_rn(scale, soft_cap), 2.0f * kLog2E);
+  const float power = exp2_approx(__fmul_rn(product, twice));
+  return __fmaf_rn(-2.0f, reciprocal_approx(__fadd_rn(power, 1.0f)), 1.0f);
+}
+
+// The weight of a key before it is rounded to bfloat16: 2^(product scale - max), with the maximum
+// of the scaled products.
+__device__ __forceinline__ float weight_of(float product, float scale, float max) {
+  return exp2_approx(__fmaf_rn(product, scale, -max));
 }
 
 // The factors that merge one more chunk into a running state. Maxima are of scores times log2(e).
@@ -214,6 +249,8 @@ void check_attention_params(const Params& p) {
                  p.num_kv_heads);
   PACELINE_CHECK(p.kv.block_size > 0, "block_size ", p.kv.block_size, " is not positive");
   PACELINE_CHECK(p.head_dim > 0, "head_dim ", p.head_dim, " is not positive");
+  // Maxima are found before scores are scaled.
+  PACELINE_CHECK(p.scale > 0.0f, "scale ", p.scale, " is not positive");
 }
 
 // Throws Unsupported for head sizes and dtypes that the plain kernel does not support.

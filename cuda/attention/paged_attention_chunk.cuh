@@ -88,29 +88,15 @@ __device__ __forceinline__ void score_keys(SliceRing<S>& ring, uint32_t q_shared
   }
 }
 
-// Makes products scores: scaled, capped and in units of log2(e). `scale` includes log2(e) unless
-// there is a cap.
+// Makes products scores with a cap. Without one, weight_of scales the products.
 template <class S>
-__device__ __forceinline__ void scale_scores(float scale, float soft_cap, Scores<S>& s) {
+__device__ __forceinline__ void cap_scores(float scale, float soft_cap, Scores<S>& s) {
 #pragma unroll
   for (int32_t m = 0; m < S::kMTiles; ++m) {
 #pragma unroll
     for (int32_t n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
-      for (int32_t e = 0; e < 4; ++e) s[m][n][e] = __fmul_rn(s[m][n][e], scale);
-    }
-  }
-  if (soft_cap > 0.0f) {
-#pragma unroll
-    for (int32_t m = 0; m < S::kMTiles; ++m) {
-#pragma unroll
-      for (int32_t n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-        for (int32_t e = 0; e < 4; ++e) {
-          const float capped = __fmul_rn(soft_cap, tanhf(__fdiv_rn(s[m][n][e], soft_cap)));
-          s[m][n][e] = __fmul_rn(capped, kLog2E);
-        }
-      }
+      for (int32_t e = 0; e < 4; ++e) s[m][n][e] = capped_product(s[m][n][e], scale, soft_cap);
     }
   }
 }
@@ -160,39 +146,49 @@ __device__ __forceinline__ void store_warp_maxima(const Scores<S>& s, const Thre
   }
 }
 
-// P = 2^(S - max), rounded to bfloat16, goes to shared memory. The sums are of the rounded values,
-// since the products with V use those. Order: ascending in the thread, the quad, the warps. To be
-// followed by a barrier.
+// P = 2^(S scale - max), rounded to bfloat16, goes to shared memory. The sums are of the rounded
+// values, since the products with V use those: of the warp's keys by the tensor cores, then of the
+// warps in order. `chunk_max` gets the maxima of the scaled scores. To be followed by a barrier.
 template <class S>
-__device__ __forceinline__ void store_probabilities(const Scores<S>& s, const ChunkView<S>& view,
+__device__ __forceinline__ void store_probabilities(const Scores<S>& s, float scale,
+                                                    const ChunkView<S>& view,
                                                     const ThreadPosition& at, std::byte* shared,
                                                     const WarpResults<S>& results,
                                                     PerRow<S, float>& chunk_max) {
 #pragma unroll
   for (int32_t m = 0; m < S::kMTiles; ++m) {
+    float subtract[2];
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half) {
       const int32_t packed = packed_row(m, half, at);
-      const float max = results.chunk_max(packed);
+      const float max = __fmul_rn(results.chunk_max(packed), scale);
       chunk_max[m][half] = max;
       // A row that sees no key of the chunk has max -inf, and -inf - -inf would be NaN.
-      const float subtract = view.is_full || view.sees_any(packed) ? max : 0.0f;
-      float sum = 0.0f;
+      subtract[half] = view.is_full || view.sees_any(packed) ? max : 0.0f;
+    }
+    float sums[4] = {};
 #pragma unroll
-      for (int32_t n = 0; n < kKeyTiles; ++n) {
-        const float p0 = exp2_approx(__fsub_rn(s[m][n][2 * half], subtract));
-        const float p1 = exp2_approx(__fsub_rn(s[m][n][2 * half + 1], subtract));
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(p0, p1);
-        sum = __fadd_rn(sum, __low2float(pair));
-        sum = __fadd_rn(sum, __high2float(pair));
-        const uint32_t to = S::kPOffset +
-                            swizzled(packed, at.warp * (kWarpKeys / 8) + n, kChunk / 8) +
-                            at.quad_lane * 4;
-        *reinterpret_cast<__nv_bfloat162*>(shared + to) = pair;
+    for (int32_t k = 0; k < kKeyTiles / 2; ++k) {
+      uint32_t a[4];
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i) {
+        const int32_t n = 2 * k + i / 2;
+        const int32_t half = i % 2;
+        a[i] = pack_bf16(weight_of(s[m][n][2 * half], scale, subtract[half]),
+                         weight_of(s[m][n][2 * half + 1], scale, subtract[half]));
+        const uint32_t to =
+            S::kPOffset +
+            swizzled(packed_row(m, half, at), at.warp * (kWarpKeys / 8) + n, kChunk / 8) +
+            at.quad_lane * 4;
+        *reinterpret_cast<uint32_t*>(shared + to) = a[i];
       }
-      sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));
-      sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 2));
-      if (at.quad_lane == 0) results.sum[at.warp][packed] = sum;
+      add_row_sums(sums, a);
+    }
+    if (at.quad_lane == 0) {
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        results.sum[at.warp][packed_row(m, half, at)] = sums[2 * half];
+      }
     }
   }
 }

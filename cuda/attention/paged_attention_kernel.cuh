@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
       S::kHasResultStage && plan.has_result_stage && chunks.num_splits > 1 &&
       chunks.num_splits <= plan.cluster_blocks && chunks.end - chunks.first <= chunks.num_splits;
   auto* const result = reinterpret_cast<float*>(shared + S::kResultOffset);
-  const float scale = p.soft_cap > 0.0f ? p.scale : __fmul_rn(p.scale, kLog2E);
+  const float scale = weight_scale(p.scale, p.soft_cap);
   const auto view_of = [&](int32_t chunk) {
     const int32_t first_key = chunk * kChunk;
     return ChunkView<S>{
@@ -194,12 +194,12 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kRing>::kM
     Scores<S> s = {};
     score_keys<S>(ring, q_shared, at, s);
     const ChunkView<S> view = view_of(chunk);
-    scale_scores<S>(scale, p.soft_cap, s);
+    if (p.soft_cap > 0.0f) cap_scores<S>(p.scale, p.soft_cap, s);
     mask_scores<S>(view, at, s);
     store_warp_maxima<S>(s, at, results);
     __syncthreads();
     PerRow<S, float> chunk_max;
-    store_probabilities<S>(s, view, at, shared, results, chunk_max);
+    store_probabilities<S>(s, scale, view, at, shared, results, chunk_max);
 
     float* const partial = merges_in_cluster ? result : partials.chunk(chunk - chunks.first);
     PerRow<S, MergeWeights> merge;

@@ -15,9 +15,13 @@ namespace {
 // A verify window has at most 17 rows.
 constexpr int32_t kMinRows = 32;
 
-// Warpgroups with 64 packed rows each; with heads of 256 elements there is room for two.
-constexpr int32_t kGroups = 3;
-constexpr int32_t kWideGroups = 2;
+// Warpgroups with 64 packed rows each. The registers suffice for three with heads of up to 128
+// elements, but for a cap of scores with 128.
+constexpr int32_t num_groups(int32_t head_dim, bool has_cap) {
+  return head_dim == 64 || (head_dim == 128 && !has_cap) ? 3 : 2;
+}
+template <int head_dim, bool has_cap>
+using Shape = prefill::Shape<head_dim, num_groups(head_dim, has_cap), has_cap>;
 
 prefill::KvMaps maps_of(const PagedAttentionParams& p) {
   prefill::KvMaps maps = {};
@@ -63,11 +67,11 @@ void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams
                   int32_t min_rows) {
   switch (p.head_dim) {
     case 64:
-      return run<prefill::Shape<64, kGroups, kHasCap>>(ctx, name, p, min_rows);
+      return run<Shape<64, kHasCap>>(ctx, name, p, min_rows);
     case 128:
-      return run<prefill::Shape<128, kGroups, kHasCap>>(ctx, name, p, min_rows);
+      return run<Shape<128, kHasCap>>(ctx, name, p, min_rows);
     case 256:
-      return run<prefill::Shape<256, kWideGroups, kHasCap>>(ctx, name, p, min_rows);
+      return run<Shape<256, kHasCap>>(ctx, name, p, min_rows);
     default:
       break;
   }
@@ -78,7 +82,7 @@ void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams
 int32_t prefill_min_rows(const CudaContext& ctx, const PagedAttentionParams& p) {
   const bool has_instance = p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256;
   if (!has_instance || p.row_indptr == nullptr) return 0;
-  const int32_t tile_rows = p.head_dim == 256 ? 64 * kWideGroups : 64 * kGroups;
+  const int32_t tile_rows = 64 * num_groups(p.head_dim, p.soft_cap > 0.0f);
   // A sequence fills a tile.
   const int32_t min_rows = std::max(kMinRows, tile_rows / (p.num_qo_heads / p.num_kv_heads));
   if (p.max_rows_per_seq < min_rows) return 0;

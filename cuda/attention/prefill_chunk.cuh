@@ -45,13 +45,6 @@ __device__ __forceinline__ Position position_here() {
           .first_row = group * 64 + thread % 128 / 32 * 16 + lane / 4};
 }
 
-// Two numbers rounded to bfloat16, the first in the lower half.
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 // The lower word of a tile's descriptor (see tile_descriptor); only this one changes from tile to
 // tile.
 __device__ __forceinline__ uint32_t descriptor_word(uint32_t tile) {
@@ -98,18 +91,10 @@ __device__ __forceinline__ void release(const Ring& ring, const Position& at, in
   }
 }
 
-// Makes products scores: see scale_scores of paged_attention_chunk.cuh.
-template <bool kHasCap>
-__device__ __forceinline__ void scale_scores(float scale, float soft_cap, Scores& s) {
+// See cap_scores of paged_attention_chunk.cuh.
+__device__ __forceinline__ void cap_scores(float scale, float soft_cap, Scores& s) {
 #pragma unroll
-  for (int32_t i = 0; i < kChunk / 2; ++i) s[i] = __fmul_rn(s[i], scale);
-  if constexpr (kHasCap) {
-#pragma unroll
-    for (int32_t i = 0; i < kChunk / 2; ++i) {
-      const float capped = __fmul_rn(soft_cap, tanhf(__fdiv_rn(s[i], soft_cap)));
-      s[i] = __fmul_rn(capped, kLog2E);
-    }
-  }
+  for (int32_t i = 0; i < kChunk / 2; ++i) s[i] = capped_product(s[i], scale, soft_cap);
 }
 
 // -inf where the row does not see the key.
@@ -147,37 +132,30 @@ __device__ __forceinline__ void find_maxima(const Scores& s, float (&chunk_max)[
   }
 }
 
-// P = 2^(S - max), rounded to bfloat16, with its sums: of 32 keys ascending in the thread, then
-// over the quad, then over the four 32s in order.
-__device__ __forceinline__ void make_weights(const Scores& s, const bool (&sees)[2],
+// P = 2^(S scale - max), rounded to bfloat16, with its sums: of 32 keys by the tensor cores, then
+// of the four 32s in order.
+__device__ __forceinline__ void make_weights(const Scores& s, float scale,
                                              const float (&chunk_max)[2], float (&chunk_sum)[2],
                                              Weights& p) {
 #pragma unroll
-  for (int32_t half = 0; half < 2; ++half) {
-    const float subtract = sees[half] ? chunk_max[half] : 0.0f;
-    float sums[4];
+  for (int32_t quarter = 0; quarter < 4; ++quarter) {
+    float sums[4] = {};
 #pragma unroll
-    for (int32_t quarter = 0; quarter < 4; ++quarter) {
-      float sum;
+    for (int32_t k = 2 * quarter; k < 2 * quarter + 2; ++k) {
+      uint32_t a[4];
 #pragma unroll
-      for (int32_t j = 4 * quarter; j < 4 * quarter + 4; ++j) {
-        const float p0 = exp2_approx(__fsub_rn(s[4 * j + 2 * half], subtract));
-        const float p1 = exp2_approx(__fsub_rn(s[4 * j + 2 * half + 1], subtract));
-        // As a word, since the compiler takes halves apart and puts them together again.
-        const uint32_t pair = pack_bf16(p0, p1);
-        const float low = __uint_as_float(pair << 16);
-        sum = j == 4 * quarter ? low : __fadd_rn(sum, low);  // 0 + low is low
-        sum = __fadd_rn(sum, __uint_as_float(pair & 0xFFFF0000u));
-        p[2 * j + half] = pair;
+      for (int32_t i = 0; i < 4; ++i) {
+        const int32_t at = 8 * k + 2 * i;
+        a[i] = pack_bf16(weight_of(s[at], scale, chunk_max[i % 2]),
+                         weight_of(s[at + 1], scale, chunk_max[i % 2]));
+        p[4 * k + i] = a[i];
       }
-      sums[quarter] = sum;
+      add_row_sums(sums, a);
     }
 #pragma unroll
-    for (int32_t step = 1; step < 4; step *= 2) {
-#pragma unroll
-      for (float& sum : sums) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, step));
+    for (int32_t half = 0; half < 2; ++half) {
+      chunk_sum[half] = quarter == 0 ? sums[2 * half] : __fadd_rn(chunk_sum[half], sums[2 * half]);
     }
-    chunk_sum[half] = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), sums[2]), sums[3]);
   }
 }
 

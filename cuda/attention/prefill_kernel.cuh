@@ -75,17 +75,17 @@ struct State {
 // What is known of a chunk for a thread's two rows.
 struct RowsOfChunk {
   bool sees[2];  // any key of it
-  float max[2];
+  float max[2];  // 0 if the row sees none
 };
 
-// Makes products scores.
+// Makes products scores, and finds the maxima of the scaled ones.
 template <class S>
 __device__ __forceinline__ void finish_scores(const PagedAttentionParams& p,
                                               const CommonKeys& common, const paged::TileRows& rows,
                                               const Position& at, int32_t chunk, Scores& s,
                                               RowsOfChunk& of_chunk) {
   const int32_t first_key = chunk * kChunk;
-  scale_scores<S::kHasCap>(common.scale, p.soft_cap, s);
+  if constexpr (S::kHasCap) cap_scores(p.scale, p.soft_cap, s);
   of_chunk.sees[0] = of_chunk.sees[1] = true;
   if (first_key < common.begin || first_key + kChunk > common.end) {
     mask_scores(rows, first_key, at, s);
@@ -96,6 +96,11 @@ __device__ __forceinline__ void finish_scores(const PagedAttentionParams& p,
     }
   }
   find_maxima(s, of_chunk.max);
+#pragma unroll
+  for (int32_t half = 0; half < 2; ++half) {
+    float& max = of_chunk.max[half];
+    max = of_chunk.sees[half] ? __fmul_rn(max, common.scale) : 0.0f;
+  }
 }
 
 // A row that sees no key of the chunk skips it.
@@ -255,8 +260,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Shar
                                        Place<S>& place) {
   const PartKeys& part = prepared.keys;
   const paged::TileRows rows = prepared.rows();
-  const float scale = S::kHasCap ? p.scale : __fmul_rn(p.scale, kLog2E);
-  const GroupKeys keys = keys_of_group(rows, at, scale, common);
+  const GroupKeys keys = keys_of_group(rows, at, weight_scale(p.scale, p.soft_cap), common);
   const int32_t end_chunk = part.end_chunk;
   const int32_t begin = min(max(keys.begin / kChunk, part.first_chunk), end_chunk);
   const int32_t end = max(min((keys.end - 1) / kChunk + 1, end_chunk), begin);
@@ -291,7 +295,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Shar
     finish_scores<S>(p, common, rows, at, chunk, s, of_chunk);
     Weights weights;
     float chunk_sum[2];
-    make_weights(s, of_chunk.sees, of_chunk.max, chunk_sum, weights);
+    make_weights(s, common.scale, of_chunk.max, chunk_sum, weights);
     MergeWeights merge[2];
     merge_sums<S>(of_chunk, chunk_sum, state, merge);
 #pragma unroll

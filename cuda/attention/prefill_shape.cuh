@@ -62,7 +62,7 @@ struct PartKeys {
 struct CommonKeys {
   int32_t begin;  // all live rows see [begin, end)
   int32_t end;
-  float scale;  // of scores
+  float scale;  // of weight_of
 };
 
 // A part of a block, and the rows of its tile.
