@@ -57,6 +57,18 @@ def test_bits_are_those_of_the_dequantised_weights(family: str, method: str, dty
         )
 
 
+@pytest.mark.parametrize("method", ["gptq_order", "gptq_sym_order", "w4a16_order"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_few_rows_of_ordered_inputs_have_the_bits_of_many(family: str, method: str) -> None:
+    """In bfloat16, where few rows and many take different paths."""
+    path = make(spec_of(family, method, dtype="bfloat16"))
+    many = logits_of(path, PROMPT, dtype="bfloat16")
+    assert np.isfinite(many).all()
+    for num_rows in (1, 2, 6, 7):
+        few = logits_of(path, PROMPT[:num_rows], dtype="bfloat16")
+        np.testing.assert_array_equal(few, many[:num_rows])
+
+
 def generate(path: Path, draft: Path | None, temperature: float) -> list[list[int]]:
     config = None
     if draft is not None:

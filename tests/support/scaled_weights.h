@@ -53,6 +53,7 @@ inline std::vector<ScaledFormat> exact_formats() {
           {WeightFormat::kFp8, 16, 32, true},
           {.format = WeightFormat::kInt4, .scale_cols = 32, .has_zeros = true},
           {.format = WeightFormat::kInt4, .scale_cols = 32, .has_zeros = true, .has_order = true},
+          {.format = WeightFormat::kInt4, .scale_cols = 32, .has_order = true},
           {.format = WeightFormat::kInt4, .scale_dtype = DType::kFloat16},
           {.format = WeightFormat::kInt4,
            .scale_dtype = DType::kFloat16,

@@ -338,9 +338,6 @@ void run_register_columns(const GemmColumns& p, int32_t begin, int32_t end, std:
   const int64_t row_bytes = weight.row_bytes();
   const auto num_groups = std::max(static_cast<int32_t>(weight.num_scale_cols()), 1);
   auto* const no_zeros = reinterpret_cast<uint8_t*>(scales + int64_t{kMaxCols} * num_groups);
-  if (kIsInt4 && weight.zeros == nullptr) {
-    std::fill_n(no_zeros, kMaxCols * num_groups, uint8_t{kInt4Zero});
-  }
   const auto ahead =
       static_cast<int32_t>((kPrefetchBytes + row_bytes * kMaxCols - 1) / (row_bytes * kMaxCols)) *
       kMaxCols;
@@ -348,6 +345,9 @@ void run_register_columns(const GemmColumns& p, int32_t begin, int32_t end, std:
   for (int32_t block = 0; block < p.num_rows; block += block_rows) {
     const int32_t block_end = std::min(p.num_rows, block + block_rows);
     const BlockOfRows<typename Tiles::X> x = Tiles::rows(p, block, block_end - block, scratch);
+    if (kIsInt4 && weight.zeros == nullptr) {  // where Tiles::rows may have gathered inputs
+      std::fill_n(no_zeros, kMaxCols * num_groups, uint8_t{kInt4Zero});
+    }
     const int32_t num_tiles = (block_end - block + kMaxRows - 1) / kMaxRows;
     for (int32_t column = begin; column < end;) {
       const bool is_wide = column + kMaxCols <= end;
