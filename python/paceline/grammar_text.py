@@ -39,6 +39,7 @@ _NAMED: Final = ("$defs", "definitions", "dependentSchemas", "patternProperties"
 # What has a meaning in regular expressions.
 _SYNTAX: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 # Strings, comments and regular expressions of Lark.
+_LARK_START: Final = re.compile(r"^[ \t]*[?!]{1,2}start[ \t]*(?:\.\d+)?[ \t]*:", re.MULTILINE)
 _LARK_TOKEN: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?!/)(?:\\.|[^/\\\n])+/', re.DOTALL
 )
@@ -77,7 +78,9 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         choices = dict.fromkeys(_SYNTAX.sub(r"\\\g<0>", choice) for choice in params.choice)
         return str(matcher.grammar_from_regex("|".join(choices)))
     if params.grammar is not None:
-        lark = str(llguidance.grammar_from("grammar", params.grammar))
+        # llguidance takes a text for GBNF if its rule `start` has a mark of Lark's.
+        is_lark = _LARK_START.search(params.grammar) is not None
+        lark = str(llguidance.grammar_from("lark" if is_lark else "grammar", params.grammar))
         return _LARK_TOKEN.sub(_ascii_token, lark)
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
     if params.whitespace_pattern is not None:

@@ -55,7 +55,7 @@ def metrics(stats: Mapping[str, Any], *, is_speculative: bool) -> list[Metric]:
         is_speculative: Whether there is a drafter; without one its figures are absent.
     """
     named = [
-        (kind, f"vllm:{vllm}", stats[key])
+        (kind, f"vllm:{vllm}", value_of(stats, key))
         for kind, key, _, *names in FIGURES["engine"].values()
         for vllm in names
     ]
@@ -68,6 +68,12 @@ def metrics(stats: Mapping[str, Any], *, is_speculative: bool) -> list[Metric]:
         found.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", accepted))
     found += [Gauge(name, float(value)) for kind, name, value in named if kind == "gauge"]
     return [*found, Gauge("vllm:kv_cache_usage_perc", used_share(stats))]
+
+
+def value_of(stats: Mapping[str, Any], key: str) -> Any:
+    """The figure of a key of metrics.toml, which may be a sum."""
+    values = [stats[name] for name in key.split(" + ")]
+    return values[0] if len(values) == 1 else sum(values)
 
 
 def used_share(stats: Mapping[str, Any]) -> float:

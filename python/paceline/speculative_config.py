@@ -16,8 +16,8 @@ from paceline.speculative_checks import check_all, lacks_k
 from paceline.speculative_fields import METHODS, SpeculativeFields, check_found_method
 from paceline.vllm_arguments import advice_for
 
-#: The model by which vLLM names prompt lookup, beside the method "ngram".
-VLLM_NGRAM: Final = "[ngram]"
+#: The models by which vLLM names prompt lookup, beside the method "ngram".
+VLLM_NGRAM: Final = ("ngram", "[ngram]")
 
 # Keys of SpeculativeConfig that users write under "x".
 _NESTED_KEYS: Final = tuple(name for name, option in KEYS.items() if option.nested)
@@ -115,7 +115,7 @@ class SpeculativeConfig(SpeculativeFields):
 
         Args:
             value: A mapping with vLLM's keys, a JSON object with them, or a SpeculativeConfig. The
-                model "[ngram]" means the method "ngram", as in vLLM.
+                model "ngram" or "[ngram]" means the method "ngram", as in vLLM.
 
         Returns:
             The checked configuration.
@@ -132,11 +132,12 @@ class SpeculativeConfig(SpeculativeFields):
             raise wrong_type("speculative_config", value, "a mapping or a JSON object")
         fields = [name for name in KEYS if name not in _NESTED_KEYS]
         _check_keys("speculative_config", value, (*fields, "x"))
-        if value.get("model") == VLLM_NGRAM:
+        if value.get("model") in VLLM_NGRAM:
             if value.get("method") not in (None, "ngram"):
                 raise ValueError(
-                    f"speculative_config['model'] is {VLLM_NGRAM!r}, vLLM's name of prompt lookup, "
-                    f"and 'method' is {shorten(value['method'])}; allowed: 'ngram', or no 'method'"
+                    f"speculative_config['model'] is {value['model']!r}, vLLM's name of prompt "
+                    f"lookup, and 'method' is {shorten(value['method'])}; allowed: 'ngram', or no "
+                    "'method'"
                 )
             value = {**value, "method": "ngram", "model": None}
         if not value:

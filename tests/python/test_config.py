@@ -212,7 +212,8 @@ def test_keys_of_other_engines_are_refused_together() -> None:
 def test_vllms_model_of_prompt_lookup() -> None:
     lookup = {"num_speculative_tokens": 3, "prompt_lookup_max": 4}
     expected = SpeculativeConfig.parse(lookup | {"method": "ngram"})
-    for given in ({"model": "[ngram]"}, {"model": "[ngram]", "method": "ngram"}):
+    models: list[dict[str, Any]] = [{"model": "[ngram]"}, {"model": "ngram"}]
+    for given in (*models, {"model": "[ngram]", "method": "ngram"}):
         assert SpeculativeConfig.parse(lookup | given) == expected
     refuses(lookup | {"model": "[ngram]", "method": "eagle3"}, ValueError, "'ngram'")
 

@@ -41,7 +41,7 @@ def test_missing_weights(copy_of: Callable[..., Path]) -> None:
         ModelNotFoundError,
         path,
         "neither model.safetensors nor model.safetensors.index.json",
-        "pytorch_model.bin is there, but only safetensors",
+        "pytorch_model.bin is there, but only safetensors are read; save the model as safetensors",
     ):
         open_checkpoint(path)
 

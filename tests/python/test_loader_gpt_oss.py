@@ -205,7 +205,7 @@ def test_other_layouts_in_the_repository_are_ignored(copy_of: Callable[..., Path
         (
             ModelFileError,
             {"num_local_experts": 2000},
-            ('key "num_local_experts": layers[0].mlp.num_experts is 2000', "1 to 1024"),
+            ('"num_local_experts" is 2000', "1 to 1024"),
         ),
         (
             ModelFileError,

@@ -258,6 +258,14 @@ def test_w_bit_and_q_group_size() -> None:
     assert config == loader.decoder_config(with_key(AWQ))
 
 
+def test_a_layout_under_either_of_two_keys() -> None:
+    """GPTQModel writes `format` beside `checkpoint_format`."""
+
+    rest = {key: value for key, value in GPTQ.items() if key != "checkpoint_format"}
+    config = loader.decoder_config(with_key(GPTQ | {"checkpoint_format": "gptq_v2"}))
+    assert loader.decoder_config(with_key(rest | {"format": "gptq_v2"})) == config
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 
@@ -267,6 +275,9 @@ def test_w_bit_and_q_group_size() -> None:
         (GPTQ | {"bits": 8}, ('.bits" is 8', "supported: 4")),
         (GPTQ | {"group_size": 16}, ('.group_size" is 16', "a multiple of 32, or -1")),
         (GPTQ | {"checkpoint_format": "marlin"}, ('format" is "marlin"', '"gptq" or "gptq_v2"')),
+        (GPTQ | {"format": "marlin"}, ('format" is "marlin"', '"gptq" or "gptq_v2"')),
+        (GPTQ | {"is_marlin_format": True}, ('is_marlin_format" is true', "supported: false")),
+        (AWQ | {"dynamic": {"-:x": {}}}, ("dynamic", "supported: null")),
         (GPTQ | {"pack_dtype": "int16"}, ('pack_dtype" is "int16"', '"int32"')),
         (GPTQ | {"lm_head": True}, ('lm_head" is true', "supported: false")),
         (GPTQ | {"dynamic": {"+:a": {"bits": 8}}}, ("dynamic", 'that begin with "-:"')),
@@ -296,6 +307,20 @@ def test_w_bit_and_q_group_size() -> None:
 )
 def test_refused_settings(value: dict[str, Any], parts: Any) -> None:
     with raises(NotImplementedError, 'here.json: key "quantization_config', *parts):
+        loader.decoder_config(with_key(value), source="here.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (GPTQ | {"format": "gptq_v2"}, ('format" is "gptq_v2"', 'expected "gptq", as')),
+        (AWQ | {"w_bit": 8}, ('w_bit" is 8', 'expected 4, as "bits" says')),
+        (AWQ | {"q_group_size": 64}, ('q_group_size" is 64', 'expected 32, as "group_size" says')),
+        (AWQ | {"format": "gemv"}, ('format" is "gemv"', 'expected "gemm", as "version" says')),
+    ],
+)
+def test_contradictions(value: dict[str, Any], parts: Any) -> None:
+    with raises(ModelFileError, 'here.json: key "quantization_config', *parts):
         loader.decoder_config(with_key(value), source="here.json")
 
 
@@ -427,7 +452,7 @@ def test_refused_tensors(method: str, edit: Any, parts: Any, copy_of: Callable[.
         (
             "gptq_sym",
             set_item(f"{UP}.qzeros", 5, 0x77777767),
-            ("up_proj.qzeros' has zero points other than 8", '"sym": false'),
+            ("up_proj.qzeros' has the word 0x", "words 0x77777777", '"sym": false'),
         ),
         (
             "w4a16",

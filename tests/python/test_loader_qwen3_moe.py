@@ -12,6 +12,7 @@ import pytest
 
 from errors import raises
 from hf_configs import QWEN3_MOE
+from int4_models import int4_config
 from paceline import loader
 from paceline._core import ModelFileError
 from paceline.loader import families, hf_config
@@ -291,3 +292,23 @@ def test_refused_tensors(edit: Any, parts: Any, copy_of: Callable[..., Path]) ->
     edit_tensors(path, edit)
     with raises(ModelFileError, f"{path / 'model.safetensors'}: ", *parts):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        int4_config("awq") | {"modules_to_not_convert": ["mlp.gate", "lm_head"]},
+        int4_config("gptq") | {"dynamic": {"-:.*mlp.gate": {}}},
+        int4_config("w4a16_asym") | {"ignore": ["lm_head", "re:.*mlp.gate.*"]},
+    ],
+)
+def test_lists_of_modules_may_name_the_router_alone(change: dict[str, Any]) -> None:
+    """Its name is the beginning of that of a dense layer's matrix."""
+    value = QWEN3_30B_A3B | {"quantization_config": change}
+    for layer in loader.decoder_config(value)["layers"]:
+        assert layer["mlp"]["gate_up"]["format"] == layer["mlp"]["down"]["format"] == "int4"
+
+
+def test_experts_without_end_are_refused_at_once() -> None:
+    with raises(ModelFileError, '"num_experts" is 2000000000', "1 to 1024"):
+        loader.decoder_config(QWEN3_30B_A3B | {"num_experts": 2 * 10**9})

@@ -192,6 +192,23 @@ def test_hostile_outputs_are_content() -> None:
     assert read("qwen3_coder", [deep])[2] == [("f", '{"a": ""}')]
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "-1e999"])
+def test_calls_have_numbers_that_json_can_hold(number: str) -> None:
+    call = f'{{"name": "f", "arguments": {{"x": [1.5, {number}]}}}}'
+    for name, text in (("hermes", f"<tool_call>{call}</tool_call>"), ("llama3_json", call)):
+        assert read(name, [text]) == (text, "", [])
+    calls = {
+        "qwen3_coder": (
+            f"<tool_call><function=f><parameter=x>{number}</parameter></function></tool_call>"
+        ),
+        "gemma4": f"<|tool_call>call:f{{x:{number}}}<tool_call|>",
+    }
+    for name, text in calls.items():
+        ((_, arguments),) = read(name, [text])[2]
+        # A text that is no value stays one.
+        assert json.loads(arguments) == {"x": number}
+
+
 def test_content_is_not_held_back() -> None:
     parser = FORMATS["hermes"].make()
     assert parser.push("Hello") == [Part("content", "Hello")]
@@ -227,8 +244,16 @@ def test_values_have_the_types_of_the_schema() -> None:
         "n": {"type": ["string", "null"]},
         "o": {"anyOf": [{"type": "object"}, {"type": "null"}]},
         "bad": {"type": "number"},
+        "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "none": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "chosen": {"enum": ["1", "2"]},
+        "ref": {"$ref": "#/$defs/Zip"},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "big": {"type": "number"},
     }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": types}}}]
+    definitions = {"Zip": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    parameters = {"properties": types, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     values = {
         "s": "3",
         "i": "3",
@@ -237,6 +262,12 @@ def test_values_have_the_types_of_the_schema() -> None:
         "n": "null",
         "o": '{"a": null}',
         "bad": "three",
+        "optional": "10001",
+        "none": "null",
+        "chosen": "1",
+        "ref": "10001",
+        "loop": "3",
+        "big": "1e999",
         "unknown": "3",
     }
     written = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
@@ -250,6 +281,12 @@ def test_values_have_the_types_of_the_schema() -> None:
         "n": None,
         "o": {"a": None},
         "bad": "three",
+        "optional": "10001",
+        "none": None,
+        "chosen": "1",
+        "ref": "10001",
+        "loop": 3,
+        "big": "1e999",
         "unknown": "3",
     }
 

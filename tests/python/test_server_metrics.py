@@ -161,6 +161,12 @@ def test_hits_of_the_prefix_cache_are_counted(server: RunningServer) -> None:
         names = [f"{prefix}prefix_cache_{what}_total" for what in ("queries", "hits")]
         queries, hits = (after[name] - before[name] for name in names)
         assert hits == hit > 0 and queries == 100
+    # vLLM counts prompts whole.
+    whole, computed = (
+        after[name] - before[name]
+        for name in ("vllm:prompt_tokens_total", "paceline_prompt_tokens_total")
+    )
+    assert (whole, computed) == (100, 100 - hit)
     blocks = [name for name in after if name.startswith("paceline_kv_group_hit_blocks_total")]
     assert len(blocks) == 4 and all(after[name] > before[name] for name in blocks)
 

@@ -56,6 +56,8 @@ def test_every_kind_of_grammar(llm: LLM) -> None:
     assert texts(llm, params_of(choice=many))[0] in many
     (text,) = texts(llm, params_of(grammar='start: "a" INT ("," INT)?\nINT: /[0-9]{1,3}/'))
     assert re.fullmatch(r"a\d{1,3}(,\d{1,3})?", text)
+    for start in ("?start", "!start"):
+        assert texts(llm, params_of(grammar=f'{start}: "a" b\n?b: "c"')) == ["ac"]
     (text,) = texts(llm, params_of(grammar='root ::= "yes" | "no" " "? "!"'))
     assert re.fullmatch(r"yes|no ?!", text)
     schema = {"type": "array", "items": {"enum": [1, "two"]}, "minItems": 2, "maxItems": 3}

@@ -108,7 +108,8 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
             source = lm_head or family.lm_head_names[0]
         shard = owners.get(source)
         if shard is None:
-            missing.append(source)
+            if source not in missing:
+                missing.append(source)
             continue
         dtype, _, nbytes = shard.info(source)
         if dtype not in spec.dtypes:
@@ -220,6 +221,13 @@ def _wrong_format_dtype(
     )
 
 
+def _scaled_lm_head(name: str, weights: Weights) -> str | None:
+    """A tensor of an lm_head that has scales."""
+    module = name.removesuffix("weight")
+    ends = ("qweight", "weight_packed", "weight_scale")
+    return next((module + end for end in ends if module + end in weights.owners), None)
+
+
 def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None:
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
@@ -227,6 +235,11 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
         hint = "; there are no tensors"
     elif "fc.weight" in weights.owners and "drafter" not in family.config:
         hint = f"; with 'fc.weight' it is an EAGLE draft head and no target{CURE}"
+    elif missing == [family.lm_head_names[0]] and (found := _scaled_lm_head(missing[0], weights)):
+        hint = (
+            f"; {quote(found)} is there, but an lm_head with scales is not supported; use a "
+            "checkpoint that leaves it out"
+        )
     elif missing == [family.lm_head_names[0]] and family.tied_table is None:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'
     elif f"{missing[0]}_blocks" in weights.owners:
@@ -250,9 +263,12 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
         hint = f"; there are {name_some(weights.owners)}; allowed prefixes: {prefixes}"
     else:
         module = missing[0].rpartition(".")[0]
-        found = sorted(name for name in weights.owners if name.rpartition(".")[0] == module)
-        seen = f"; there are {name_some(found)}" if found else ""
+        names = sorted(name for name in weights.owners if name.rpartition(".")[0] == module)
+        seen = f"; there are {name_some(names)}" if names else ""
         hint = f"{seen}; expected a whole checkpoint, or a configuration that fits its tensors"
+        ends = (".qweight", ".weight_packed", ".weight_scale")
+        if missing[0].endswith(".weight") and any(name.endswith(ends) for name in names):
+            hint += ': such weights need the key "quantization_config" in config.json'
     raise ModelFileError(
         f"{weights.where}: {count} missing: {name_some(missing)}, which {family.architecture} "
         f"needs{hint}"

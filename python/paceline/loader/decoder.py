@@ -20,6 +20,8 @@ from .rope import RopeSettings, inverse_frequencies
 from .section import REQUIRED, Section
 
 MAX_LAYERS: Final = 1024
+#: kMaxExperts of the library, checked before a file's experts are listed.
+MAX_EXPERTS: Final = 1024
 MAX_HEAD_DIM: Final = 4096
 MAX_PER_LAYER_SIZE: Final = 16_384
 
@@ -289,10 +291,10 @@ def write_description(
 
 
 def same_fact(text: Section, key: str, other: str, default: int | None = None) -> int:
-    """A number that files state under one of two keys, or under both."""
+    """A number of experts that files state under one of two keys, or under both."""
     if not text.has(key) and text.has(other):
-        return text.integer(other)
-    value = text.integer(key, REQUIRED if default is None else default)
+        return text.integer(other, high=MAX_EXPERTS)
+    value = text.integer(key, REQUIRED if default is None else default, high=MAX_EXPERTS)
     if text.has(other) and text.integer(other) != value:
         raise text.error(other, f'{value}, as "{text.name(key)}" says, or one of the two keys')
     return value

@@ -16,6 +16,7 @@ from typing import Any, Final
 from paceline._core import ModelFileError
 
 from .decoder import (
+    MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_PER_LAYER_SIZE,
     Layer,
@@ -144,7 +145,7 @@ def check_dense(text: Section) -> None:
 def _read_experts(text: Section) -> _Experts | None:
     if not text.boolean("enable_moe_block", False):
         return None
-    count = text.integer("num_experts")
+    count = text.integer("num_experts", high=MAX_EXPERTS)
     top_k = text.integer("top_k_experts")
     check_top_k(text, "top_k_experts", top_k, "num_experts", count)
     return _Experts(count, top_k, text.integer("moe_intermediate_size"))

@@ -168,14 +168,17 @@ class Int4Tensor:
             )
 
     def _check_symmetric(self, stored: StoredTensor) -> None:
-        """Refuses zero points other than 8, stored as 8 or, as the format says, as 7."""
+        """Refuses zero points other than 8, which GPTQ's first layout stores as 7, or as 8."""
         import numpy as np
 
-        words = np.unique(stored.words())
-        if len(words) != 1 or words[0] not in (0x77777777, 0x88888888):
+        allowed = (0x77777777, 0x88888888) if self.layout == GPTQ else (0x88888888,)
+        wrong = np.setdiff1d(stored.words(), np.array(allowed, np.uint32))
+        if len(wrong) > 0:
+            key = "symmetric" if self.layout == PACKED else "sym"
             raise ModelFileError(
-                f"{stored.where} has zero points other than 8, but {self.key} says that groups are "
-                'symmetric; expected words 0x77777777, or "sym": false'
+                f"{stored.where} has the word 0x{int(wrong[0]):08X}, but the configuration says "
+                f"that groups are symmetric; expected words 0x{allowed[0]:08X}, or "
+                f'"{key}": false'
             )
 
     def _check_no_order(self, stored: StoredTensor) -> None:

@@ -349,7 +349,7 @@ def _with_ignored(section: Section, format: MatrixFormat) -> Quantization:
 
 def _read_gptq(section: Section) -> Quantization:
     _check(section, "bits", 4)
-    _check(section, "checkpoint_format", GPTQ, GPTQ_V2, default=GPTQ)
+    layout = _gptq_layout(section)
     _check(section, "pack_dtype", "int32", default="int32")
     _check(section, "lm_head", False, default=False)
     _check(section, "modules_in_block_to_quantize", None)
@@ -362,7 +362,7 @@ def _read_gptq(section: Section) -> Quantization:
         section,
         MatrixFormat(
             "int4",
-            layout=section.text("checkpoint_format", GPTQ),
+            layout=layout,
             group=group,
             has_zeros=not section.boolean("sym", True),
             has_order=section.boolean("desc_act", False) and group > 0,
@@ -374,14 +374,26 @@ def _read_gptq(section: Section) -> Quantization:
     )
 
 
+def _gptq_layout(section: Section) -> str:
+    """The layout of zero points, which writers state under one of two keys, or under both."""
+    keys = [key for key in ("checkpoint_format", "format") if section.has(key)]
+    for key in keys:
+        _check(section, key, GPTQ, GPTQ_V2, default=GPTQ)
+    _check(section, "is_marlin_format", False, default=False)
+    layouts = [section.text(key, GPTQ) for key in keys]
+    if len(set(layouts)) > 1:
+        raise section.error("format", f'{show(layouts[0])}, as "checkpoint_format" says')
+    return layouts[0] if layouts else GPTQ
+
+
 def _read_awq(section: Section) -> Quantization:
-    bits = "w_bit" if section.has("w_bit") and not section.has("bits") else "bits"
-    size = "group_size"
-    if section.has("q_group_size") and not section.has("group_size"):
-        size = "q_group_size"
+    bits = _one_of(section, "bits", "w_bit")
+    size = _one_of(section, "group_size", "q_group_size")
+    version = _one_of(section, "version", "format")
     _check(section, bits, 4)
-    _check(section, "version", "gemm", "GEMM", default="gemm")
+    _check(section, version, "gemm", "GEMM", default="gemm")
     _check(section, "zero_point", True, default=True)
+    _check(section, "dynamic", None, {})
     key = "modules_to_not_convert"
     format = MatrixFormat(
         "int4",
@@ -392,6 +404,22 @@ def _read_awq(section: Section) -> Quantization:
     )
     names = frozenset(section.strings(key) or [])
     return Quantization(section, format, key, names, are_substrings=True)
+
+
+def _one_of(section: Section, key: str, other: str) -> str:
+    """Which of two keys for the same fact a file has.
+
+    Raises:
+        ModelFileError: Both, with different values.
+    """
+    if not section.has(other):
+        return key
+    if not section.has(key):
+        return other
+    value = section.values[key]
+    if section.values[other] != value:
+        raise section.error(other, f'{show(value)}, as "{key}" says')
+    return key
 
 
 def _group_size(section: Section, key: str, *, may_be_row: bool = False) -> int:
@@ -471,14 +499,20 @@ def _patterns(section: Section, key: str, patterns: Sequence[str]) -> tuple[re.P
 
 
 def with_formats(
-    layers: Sequence[Layer], quantization: Quantization | None, prefixes: Sequence[str]
+    layers: Sequence[Layer],
+    quantization: Quantization | None,
+    prefixes: Sequence[str],
+    *,
+    is_sparse: Sequence[bool] = (),
 ) -> tuple[Layer, ...]:
-    """Layers of dense decoders with the formats of their Linears.
+    """Layers of decoders with the formats of their Linears.
 
     Args:
         layers: The layers.
         quantization: What the file says.
         prefixes: Prefixes that paths of modules may have in the file.
+        is_sparse: Whether each layer has a mixture, whose formats are not set, in place of a dense
+            MLP; empty: none has.
 
     Raises:
         NotImplementedError: Linears that are joined in memory do not have the same format.
@@ -492,6 +526,7 @@ def with_formats(
                 **{
                     name: quantization.joined(modules, f"layers.{i}.", prefixes)
                     for name, modules in _JOINED.items()
+                    if not (is_sparse and is_sparse[i] and modules[0].startswith("mlp."))
                 }
             ),
         )
@@ -544,4 +579,6 @@ def check_plain_lm_head(quantization: Quantization | None, *, ties_lm_head: bool
     if key not in ("ignore", "exclude_modules"):
         return
     if not quantization.excludes("lm_head", ("", "language_model.")):
-        raise quantization.section.refusal(key, 'a list with "lm_head"')
+        raise quantization.section.refusal(
+            key, 'a list with "lm_head", in a checkpoint whose lm_head has no scales'
+        )

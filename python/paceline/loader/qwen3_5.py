@@ -15,6 +15,7 @@ from typing import Any, Final
 from paceline._core import ModelFileError
 
 from .decoder import (
+    MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_LAYERS,
     Sizes,
@@ -469,7 +470,7 @@ def _check_mrope(parameters: Section | None, rotated: int) -> None:
 
 
 def _read_experts(text: Section, defaults: _Defaults) -> Experts:
-    count = text.integer("num_experts", defaults.experts)
+    count = text.integer("num_experts", defaults.experts, high=MAX_EXPERTS)
     top_k = text.integer("num_experts_per_tok", defaults.top_k)
     check_top_k(text, "num_experts_per_tok", top_k, "num_experts", count)
     if not text.boolean("norm_topk_prob", True):

@@ -76,7 +76,12 @@ def qwen3_moe(hf: HfConfig) -> Family:
     layers = tuple(
         _with_expert_formats(layer, i, experts, quantization) if is_sparse[i] else layer
         for i, layer in enumerate(
-            with_formats(same_layers(sizes, (FULL,) * sizes.layers), quantization, _PREFIXES)
+            with_formats(
+                same_layers(sizes, (FULL,) * sizes.layers),
+                quantization,
+                _PREFIXES,
+                is_sparse=is_sparse,
+            )
         )
     )
     config = describe(

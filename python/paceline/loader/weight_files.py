@@ -210,10 +210,8 @@ def open_weights(directory: Path) -> WeightFiles:
         return WeightFiles(directory, dict.fromkeys(shard.file.names(), shard), has_index=False)
     index = directory / INDEX_NAME
     if not exists(index):
-        other = _other_weights(directory)
-        hint = "" if other is None else f"; {other} is there, but only safetensors are read"
         raise ModelNotFoundError(
-            f"{directory}: neither {WEIGHTS_NAME} nor {INDEX_NAME} is there{hint}"
+            f"{directory}: neither {WEIGHTS_NAME} nor {INDEX_NAME} is there{_cure(directory)}"
         )
     listing = _read_index(index)
     owners: dict[str, Shard] = {}
@@ -243,13 +241,20 @@ def open_weights(directory: Path) -> WeightFiles:
     return WeightFiles(directory, owners, has_index=True)
 
 
-def _other_weights(directory: Path) -> str | None:
-    """A file of weights in another format."""
+def _cure(directory: Path) -> str:
+    """What else is in a folder without weights that can be read, and what helps."""
     try:
         names = sorted(os.listdir(directory))
     except OSError:
-        return None  # a folder that may be searched but not listed
-    return next((name for name in names if name.endswith((".bin", ".pth", ".gguf"))), None)
+        return ""  # a folder that may be searched but not listed
+    shards = [name for name in names if name.endswith(".safetensors")]
+    if shards:
+        whole = f"rename it to {WEIGHTS_NAME}" if len(shards) == 1 else f"add their {INDEX_NAME}"
+        return f"; there are {name_some(shards)}; {whole}"
+    other = next((name for name in names if name.endswith((".bin", ".pth", ".gguf"))), None)
+    if other is None:
+        return ""
+    return f"; {other} is there, but only safetensors are read; save the model as safetensors"
 
 
 def shard_names(index: Path) -> list[str]:

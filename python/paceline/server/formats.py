@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from paceline.server.gemma_calls import read_gemma_call
+from paceline.server.json_values import OUTPUT_DECODER, read_json
 from paceline.server.qwen_calls import read_qwen_call
 
 
@@ -182,7 +183,7 @@ def _held_back(text: str, tags: list[str]) -> int:
 def read_json_call(text: str) -> Part | None:
     """Reads {"name": ..., "arguments": {...}}; Llama 3 calls the latter "parameters"."""
     try:
-        call = json.loads(text)
+        call = read_json(text)
     except (ValueError, RecursionError):
         return None
     return _as_call(call)
@@ -228,10 +229,9 @@ class JsonParser(Parser):
         """See `Parser`."""
         calls: list[Part] = []
         rest = self._text.strip().removeprefix(self._TAG).strip()
-        decoder = json.JSONDecoder()
         while rest:
             try:
-                value, end = decoder.raw_decode(rest)
+                value, end = OUTPUT_DECODER.raw_decode(rest)
             except (ValueError, RecursionError):
                 value, end = None, 0
             call = _as_call(value)

@@ -11,6 +11,8 @@ import json
 import re
 from typing import Final
 
+from paceline.server.json_values import read_json
+
 _CALL: Final = re.compile(r"\s*call:([\w.-]+)\s*(\{.*)", re.DOTALL)
 _TOKEN: Final = re.compile(
     r'\s+|(?P<mark>[\[\]{}:,])|<\|"\|>(?P<string>.*?)<\|"\|>|(?!<\|"\|>)(?P<bare>[^\[\]{}:,]+)',
@@ -32,7 +34,7 @@ def read_gemma_call(text: str) -> tuple[str, str] | None:
         return None
     try:
         # What is no token stays, and is no JSON.
-        arguments = json.loads(_TOKEN.sub(_as_json, found[2].rstrip()))
+        arguments = read_json(_TOKEN.sub(_as_json, found[2].rstrip()))
         return json.dumps(arguments, ensure_ascii=False), found[1]
     except (ValueError, RecursionError):
         return None
@@ -46,6 +48,6 @@ def _as_json(token: re.Match[str]) -> str:
     bare = token["bare"].strip()
     if not token.string.startswith(":", token.end()):  # no key
         with contextlib.suppress(ValueError):
-            json.loads(bare)
+            read_json(bare)
             return bare
     return json.dumps(bare)

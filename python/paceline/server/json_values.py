@@ -9,6 +9,7 @@ for seconds while any thread reads 8 MB of brackets. `parse_json` leaves strings
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection
 from typing import Any, Final, NoReturn
@@ -51,6 +52,19 @@ def twice(key: str) -> JsonRefused:
 def refuse_constant(name: str) -> NoReturn:
     """Refuses NaN and Infinity, which `json` reads."""
     raise JsonRefused(f"has {name}, which is not JSON; allowed: finite numbers", None)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise JsonRefused(f"has {shorten(text)}, which is too large; allowed: finite numbers", None)
+    return value
+
+
+#: Reads the JSON of a model's output. What it returns can be written as JSON again: NaN, and
+#: numbers that float64 does not hold, are a ValueError.
+OUTPUT_DECODER: Final = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite)
+read_json: Final = OUTPUT_DECODER.decode
 
 
 def _decoders(**options: Any) -> tuple[_Decode, _Decode]:

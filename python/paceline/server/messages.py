@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from paceline.server.connection import named_event
 from paceline.server.errors import as_api_error
 from paceline.server.fields import ChatCall
 from paceline.server.formats import Part
+from paceline.server.json_values import read_json
 from paceline.server.runs import RunContext, SingleRun
 from paceline.server.shapes import metrics_of, receipt_of
 
@@ -177,7 +177,7 @@ class Blocks:
 def _arguments(part: Part) -> dict[str, Any] | None:
     """The arguments of a call; None if they are no JSON object."""
     try:
-        found = json.loads(part.text)
+        found = read_json(part.text)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 import paceline
 from paceline.capture import STATES
 from paceline.limits import MAX_SPECULATIVE_TOKENS
-from paceline.metrics import FIGURES, used_share
+from paceline.metrics import FIGURES, used_share, value_of
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.reports import kv_groups
 
@@ -262,7 +262,7 @@ def _add_engine(
     families: _Families, engine: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> None:
     for name, (kind, key, text, *vllm) in FIGURES["engine"].items():
-        families.add(_KINDS[kind], name, text, engine[key], *vllm)
+        families.add(_KINDS[kind], name, text, value_of(engine, key), *vllm)
     used, text = used_share(engine), "Share of the KV pool in use."
     families.add(_GAUGE, "kv_cache_usage_ratio", text, used, "kv_cache_usage_perc")
     for what, (kind, text) in FIGURES["groups"].items():

@@ -15,6 +15,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from paceline.server.json_values import read_json
+
 _FUNCTION: Final = ("<function=", "</function>")
 _PARAMETER: Final = ("<parameter=", "</parameter>")
 
@@ -37,7 +39,9 @@ def read_qwen_call(text: str, tools: Sequence[Any]) -> tuple[str, str] | None:
     name = name.strip()
     # The output may have ended before the last tag.
     rest = rest.rstrip().removesuffix(_FUNCTION[1])
-    schemas = _parameters_of(name, tools)
+    root = _parameters_of(name, tools)
+    properties = root.get("properties")
+    schemas = properties if isinstance(properties, dict) else {}
     arguments: dict[str, Any] = {}
     for piece in rest.split(_PARAMETER[0])[1:]:
         key, mark, value = piece.partition(">")
@@ -49,31 +53,58 @@ def read_qwen_call(text: str, tools: Sequence[Any]) -> tuple[str, str] | None:
                 return None
             value = value[:at]
         value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key.strip()] = _value_of(value, schemas.get(key.strip()))
+        arguments[key.strip()] = _value_of(value, schemas.get(key.strip()), root)
     if not name or rest.split(_PARAMETER[0])[0].strip():
         return None
     return json.dumps(arguments, ensure_ascii=False), name
 
 
 def _parameters_of(name: str, tools: Sequence[Any]) -> Mapping[str, Any]:
-    """The schemas of a function's parameters; empty if there are none."""
+    """The schema of a function's parameters; empty if there is none."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, dict) else {}
+            parameters = function.get("parameters")
+            return parameters if isinstance(parameters, dict) else {}
     return {}
 
 
-def _value_of(text: str, schema: Any) -> Any:
-    kinds = schema.get("type") if isinstance(schema, dict) else "string"
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if kinds == ["string"]:
+_MAX_NESTED: Final = 8  # schemas in schemas that name a type
+
+
+def _kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The types that a schema allows, by the keys that can say so; empty if none does."""
+    if not isinstance(schema, dict) or depth > _MAX_NESTED:
+        return set()
+    if "type" in schema:
+        kinds = schema["type"]
+        return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind}
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return {
+            "string" if isinstance(value, str) else "other"
+            for value in (values if isinstance(values, list) else [])
+        }
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            return {kind for one in schema[key] for kind in _kinds_of(one, root, depth + 1)}
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#/"):
+        found: Any = root
+        for part in ref[2:].split("/"):
+            found = found.get(part) if isinstance(found, dict) else None
+        return _kinds_of(found, root, depth + 1)
+    return set()
+
+
+def _value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    kinds = _kinds_of(schema, root) if isinstance(schema, dict) else {"string"}
+    if kinds == {"string"}:
         return text
     try:
         # Models write Python's spelling, too.
         value = {"True": True, "False": False, "None": None}.get(text.strip(), ...)
-        value = json.loads(text) if value is ... else value
+        value = read_json(text) if value is ... else value
     except (ValueError, RecursionError):
         return text
     # A string may look like JSON.
