@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,14 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "a", "arguments": {}}', "", "", [("a", "{}")]),
     ("hermes", '<tool_call>{"name": "a", "argu', '<tool_call>{"name": "a", "argu', "", []),
     ("hermes", "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", "", []),
+    (
+        "qwen3",
+        "<think>\nHm, <tool_call> and </thin\n</think>\n\nLet me look.\n"
+        f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>',
+        "Let me look.",
+        "Hm, <tool_call> and </thin",
+        [("weather", WEATHER)],
+    ),
     (
         "qwen3_coder",
         "Let me look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
@@ -147,8 +157,13 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-def read(name: str, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    parser = FORMATS[name].make()
+SOME_TOOL = [{"type": "function", "function": {"name": "unused"}}]
+
+
+def read(
+    name: str, pieces: list[str], tools: Sequence[Any] = SOME_TOOL
+) -> tuple[str, str, list[tuple[str, str]]]:
+    parser = FORMATS[name].make(tools)
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
@@ -209,6 +224,11 @@ def test_calls_have_numbers_that_json_can_hold(number: str) -> None:
         assert json.loads(arguments) == {"x": number}
 
 
+def test_thoughts_of_qwen3_are_read_without_tools_too() -> None:
+    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    assert read("qwen3", ["<think>\nHm\n</think>\n\n", call], []) == (call, "Hm", [])
+
+
 def test_content_is_not_held_back() -> None:
     parser = FORMATS["hermes"].make()
     assert parser.push("Hello") == [Part("content", "Hello")]
@@ -224,7 +244,7 @@ def test_content_is_not_held_back() -> None:
     [
         ("harmony", "openai"),
         ("gemma4", "gemma4"),
-        ("qwen3", "hermes"),
+        ("qwen3", "qwen3"),
         ("qwen3_5", "qwen3_coder"),
         ("llama3", "llama3_json"),
         ("gemma3", None),

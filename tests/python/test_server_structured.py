@@ -115,12 +115,12 @@ def test_a_call_can_be_required(server: RunningServer) -> None:
     assert [call["name"] for call in calls] == ["time"]
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3", "llama3_json"])
 def test_calls_in_every_format_are_read(server: RunningServer, name: str) -> None:
     grammar = calls_grammar(TOOLS, FORMATS[name], is_one=True)
     params = SamplingParams(max_tokens=200, seed=1, temperature=0.0, structured_outputs=grammar)
     text = server.llm.generate("x", params)[0].outputs[0].text
-    parser = FORMATS[name].make()
+    parser = FORMATS[name].make(TOOLS)
     parts = parser.push(text) + parser.finish()
     assert parts and {part.kind for part in parts} == {"call"}
     for part in parts:

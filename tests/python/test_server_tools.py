@@ -72,7 +72,7 @@ def qwen_server() -> Iterator[RunningServer]:
 def server(llm: LLM) -> Iterator[RunningServer]:
     with RunningServer(llm) as server:
         assert server.service.text_format is not None
-        assert server.service.text_format.name == "hermes"
+        assert server.service.text_format.name == "qwen3"
         yield server
 
 

@@ -344,7 +344,7 @@ class Format(NamedTuple):
     Attributes:
         name: Its name, vLLM's where there is one.
         make: Makes a parser for one output.
-        is_always_read: Whether it is there without tools too. Its tags are special tokens.
+        is_always_read: Whether it is there without tools too. Its tags may be special tokens.
         thought: The tag before reasoning, if a prompt may end with it; empty if none does.
     """
 
@@ -371,21 +371,35 @@ def _hermes_parser() -> Parser:
     return TagParser(("<tool_call>", "</tool_call>"), read_json_call, None)
 
 
-def _qwen_parser(tools: Sequence[Any] = (), *, is_thinking: bool = False) -> Parser:
+def _thinking_parser(read_call: ReadCall, is_thinking: bool) -> Parser:
     return TagParser(
         ("<tool_call>", "</tool_call>"),
-        lambda text: None if (call := read_qwen_call(text, tools)) is None else Part("call", *call),
+        read_call,
         ("<think>", "</think>"),
         is_thinking=is_thinking,
         drops_breaks=True,
     )
 
 
+def _qwen3_parser(tools: Sequence[Any] = (), *, is_thinking: bool = False) -> Parser:
+    # Without tools a call is content. Reasoning is read in any case.
+    return _thinking_parser(read_json_call if tools else lambda text: None, is_thinking)
+
+
+def _coder_parser(tools: Sequence[Any] = (), *, is_thinking: bool = False) -> Parser:
+    def read_call(text: str) -> Part | None:
+        call = read_qwen_call(text, tools)
+        return None if call is None else Part("call", *call)
+
+    return _thinking_parser(read_call, is_thinking)
+
+
 FORMATS: Final[Mapping[str, Format]] = {
     one.name: one
     for one in (
         Format("hermes", _of(_hermes_parser), False),
-        Format("qwen3_coder", _qwen_parser, True, "<think>"),
+        Format("qwen3", _qwen3_parser, True, "<think>"),
+        Format("qwen3_coder", _coder_parser, True, "<think>"),
         Format("llama3_json", _of(JsonParser), False),
         Format("gemma4", _of(_gemma_parser), True),
         Format("openai", _of(HarmonyParser), True),
@@ -400,7 +414,9 @@ def format_of(template: str) -> Format | None:
     if "<|tool_call>" in template:
         return FORMATS["gemma4"]
     if "<tool_call>" in template:
-        return FORMATS["qwen3_coder" if "<function=" in template else "hermes"]
+        if "<function=" in template:
+            return FORMATS["qwen3_coder"]
+        return FORMATS["qwen3" if "<think>" in template else "hermes"]
     if "<|start_header_id|>" in template and "tools" in template:
         return FORMATS["llama3_json"]
     return None

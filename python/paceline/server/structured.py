@@ -24,6 +24,9 @@ _GUIDED: Final = {
 GUIDED_FIELDS: Final = ("structured_outputs", *_GUIDED)
 STRUCTURED_FIELDS: Final = ("response_format", *GUIDED_FIELDS)
 
+# The formats whose calls are JSON between the tags of a call.
+_JSON_IN_TAGS: Final = ("hermes", "qwen3")
+
 # The reasoning of GPT-OSS, which may come before its final message or its call.
 _ANALYSIS: Final = (
     '<|channel|> "analysis" <|message|> REASONING <|end|> <|start|> "assistant"',
@@ -155,7 +158,7 @@ def calls_grammar(
         rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
         name = json.dumps(function["name"], ensure_ascii=False)
         arguments = f"arguments_{index}"
-        if text_format.name == "hermes":
+        if text_format.name in _JSON_IN_TAGS:
             begin = f'<tool_call>\n{{"name": {name}, "arguments": '
             calls.append(f"{_quoted(begin)} {arguments} {_quoted('}' + chr(10) + '</tool_call>')}")
         elif text_format.name == "llama3_json":
@@ -181,7 +184,7 @@ def calls_grammar(
     elif is_one:
         start = "start: call"
     else:
-        separator = '"\\n"' if text_format.name == "hermes" else '"; "'
+        separator = '"\\n"' if text_format.name in _JSON_IN_TAGS else '"; "'
         start = f"start: call ({separator} call)*"
     grammar = "\n".join([start, *rules, ""])
     if len(grammar) > MAX_GRAMMAR_CHARS:
