@@ -38,8 +38,9 @@ _DATA: Final = ("const", "default", "enum", "example", "examples")
 _NAMED: Final = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 # What has a meaning in regular expressions.
 _SYNTAX: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+# The first rule of a grammar in Lark, with a mark.
+_LARK_START: Final = re.compile(r"^[ \t]*[?!]{1,2}start[ \t]*:", re.MULTILINE)
 # Strings, comments and regular expressions of Lark.
-_LARK_START: Final = re.compile(r"^[ \t]*[?!]{1,2}start[ \t]*(?:\.\d+)?[ \t]*:", re.MULTILINE)
 _LARK_TOKEN: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?!/)(?:\\.|[^/\\\n])+/', re.DOTALL
 )

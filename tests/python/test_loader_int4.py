@@ -260,7 +260,6 @@ def test_w_bit_and_q_group_size() -> None:
 
 def test_a_layout_under_either_of_two_keys() -> None:
     """GPTQModel writes `format` beside `checkpoint_format`."""
-
     rest = {key: value for key, value in GPTQ.items() if key != "checkpoint_format"}
     config = loader.decoder_config(with_key(GPTQ | {"checkpoint_format": "gptq_v2"}))
     assert loader.decoder_config(with_key(rest | {"format": "gptq_v2"})) == config

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,23 @@ def test_content_is_not_held_back() -> None:
 def test_a_template_tells_the_format(template: str, name: str | None) -> None:
     found = format_of((TEMPLATES / f"{template}.jinja").read_text())
     assert (None if found is None else found.name) == name
+
+
+def test_a_template_without_thoughts() -> None:
+    assert format_of("{{ '<tool_call>' }}") is FORMATS["hermes"]
+
+
+def test_schemas_that_refer_to_each_other_end() -> None:
+    many = {"anyOf": [{"$ref": "#/$defs/Many"}] * 1000}
+    odd = {"type": [{}, ["string"], 3]}
+    parameters = {"properties": {"a": many, "b": odd}, "$defs": {"Many": many}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<function=f><parameter=a>1</parameter><parameter=b>2</parameter></function>"
+    begin = time.process_time()
+    assert read("qwen3_coder", [f"<tool_call>{text}</tool_call>"], tools)[2] == [
+        ("f", '{"a": 1, "b": 2}')
+    ]
+    assert time.process_time() - begin < 1
 
 
 def test_values_have_the_types_of_the_schema() -> None:

@@ -19,6 +19,8 @@ from paceline.server.json_values import read_json
 
 _FUNCTION: Final = ("<function=", "</function>")
 _PARAMETER: Final = ("<parameter=", "</parameter>")
+# How many schemas that refer to each other tell the types of a parameter. A client writes them.
+_MAX_SCHEMAS: Final = 64
 
 
 def read_qwen_call(text: str, tools: Sequence[Any]) -> tuple[str, str] | None:
@@ -69,32 +71,39 @@ def _parameters_of(name: str, tools: Sequence[Any]) -> Mapping[str, Any]:
     return {}
 
 
-_MAX_NESTED: Final = 8  # schemas in schemas that name a type
-
-
-def _kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def _kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """The types that a schema allows, by the keys that can say so; empty if none does."""
-    if not isinstance(schema, dict) or depth > _MAX_NESTED:
-        return set()
-    if "type" in schema:
-        kinds = schema["type"]
-        return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind}
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return {
-            "string" if isinstance(value, str) else "other"
-            for value in (values if isinstance(values, list) else [])
-        }
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(key), list):
-            return {kind for one in schema[key] for kind in _kinds_of(one, root, depth + 1)}
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and ref.startswith("#/"):
-        found: Any = root
-        for part in ref[2:].split("/"):
-            found = found.get(part) if isinstance(found, dict) else None
-        return _kinds_of(found, root, depth + 1)
-    return set()
+    kinds: set[str] = set()
+    pending = [schema]
+    for _ in range(_MAX_SCHEMAS):
+        if not pending:
+            break
+        one = pending.pop()
+        if not isinstance(one, dict):
+            continue
+        if "type" in one:
+            named = one["type"] if isinstance(one["type"], list) else [one["type"]]
+            kinds |= {kind for kind in named if isinstance(kind, str)}
+        elif "enum" in one or "const" in one:
+            values = one.get("enum", [one.get("const")])
+            if isinstance(values, list):
+                kinds |= {"string" if isinstance(value, str) else "other" for value in values}
+        else:
+            for key in ("anyOf", "oneOf", "allOf"):
+                if isinstance(one.get(key), list):
+                    pending += one[key][:_MAX_SCHEMAS]
+            pending.append(_referred(one.get("$ref"), root))
+    return kinds
+
+
+def _referred(ref: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that "#/a/b" names."""
+    if not isinstance(ref, str) or not ref.startswith("#/"):
+        return None
+    found: Any = root
+    for part in ref[2:].split("/"):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
